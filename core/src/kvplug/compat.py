@@ -1,0 +1,405 @@
+"""Everything that depends on a vLLM version or on one of its two model runners.
+
+vLLM promises none of the objects that a connector meets (`SchedulerOutput`, the runners, the connector registry). What
+kvplug knows of them is here and nowhere else, so that a new release is checked, and mended, in one place. Nothing in
+this module imports vLLM until a function needs it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+from kvplug.errors import UnsupportedError
+from kvplug.hookspecs import has_hooks
+from kvplug.log import get_logger
+
+__all__ = [
+    "HOOK_FUNCTION",
+    "OLDEST_VLLM",
+    "RUNNER_CLASS",
+    "RUNNER_MODULES",
+    "TESTED_VLLM",
+    "cached_requests",
+    "check_vllm_version",
+    "connector_members",
+    "has_scheduler_side_loads",
+    "hook_delivery",
+    "live_connector",
+    "may_have_scheduler_side_loads",
+    "metadata_of",
+    "model_runner_in_use",
+    "preempted_ids",
+    "require_hook_support",
+    "resumed_ids",
+    "runner_kind",
+    "set_device_computed_tokens",
+    "shortened_output",
+    "split_dimensions",
+    "static_veto",
+    "tensor_parallel_ranks",
+    "vllm_version",
+]
+
+logger = get_logger(__name__)
+
+#: Oldest release whose connector interface and runners this code base knows.
+OLDEST_VLLM = (0, 14)
+#: Newest release that was read for this module. Newer ones are judged by what they contain.
+TESTED_VLLM = (0, 33)
+
+#: The model runners that have an anchor for the hook, by the name used in messages and reports.
+RUNNER_MODULES = {
+    "v1": "vllm.v1.worker.gpu_model_runner",
+    "v2": "vllm.v1.worker.gpu.model_runner",
+}
+RUNNER_CLASS = "GPUModelRunner"
+#: Name of the function that the patch calls in `execute_model`.
+HOOK_FUNCTION = "before_update_states"
+
+
+# -- vLLM itself ---------------------------------------------------------------------------------------------------
+
+
+def vllm_version() -> str:
+    """Return the version of the vLLM that this process imports."""
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def parse_version(version: str) -> tuple[int, int] | None:
+    """Return (major, minor) of a vLLM version, or None for a build that doesn't tell (`dev`, `0.1.dev…`)."""
+    parts = version.split("+", maxsplit=1)[0].split(".")
+    if len(parts) < 2 or not (parts[0].isdigit() and parts[1].isdigit()) or "dev" in version:  # noqa: PLR2004
+        return None
+    return int(parts[0]), int(parts[1])
+
+
+def check_vllm_version(version: str | None = None) -> str | None:
+    """Refuse a vLLM that is too old.
+
+    Args:
+        version: vLLM's version; by default that of the one this process imports.
+
+    Returns:
+        A sentence if the version is newer than what was tested or can't be told, else None.
+
+    Raises:
+        UnsupportedError: vLLM is older than `OLDEST_VLLM`.
+
+    """
+    version = vllm_version() if version is None else version
+    parsed = parse_version(version)
+    if parsed is None:
+        return f"vLLM {version} doesn't say which release it is; kvplug judges it by what it contains."
+    if parsed < OLDEST_VLLM:
+        raise UnsupportedError(
+            f"vLLM {version} is too old for kvplug: install vLLM {OLDEST_VLLM[0]}.{OLDEST_VLLM[1]} or newer."
+        )
+    if parsed > TESTED_VLLM:
+        return (
+            f"vLLM {version} is newer than the releases kvplug was tested with (up to "
+            f"{TESTED_VLLM[0]}.{TESTED_VLLM[1]}); kvplug judges it by what it contains."
+        )
+    return None
+
+
+# -- The live connector ---------------------------------------------------------------------------------------------
+
+_transfer_state: ModuleType | None = None
+
+
+def live_connector() -> Any:
+    """Return this worker's connector, or None if there is none or vLLM has switched it off for a dummy run."""
+    global _transfer_state  # noqa: PLW0603 - resolved once, read at every step
+    if _transfer_state is None:
+        from vllm.distributed.kv_transfer import kv_transfer_state
+
+        _transfer_state = kv_transfer_state
+    return _transfer_state._KV_CONNECTOR_AGENT  # noqa: SLF001
+
+
+def connector_members(connector: Any) -> Iterator[tuple[Any, tuple[int, ...]]]:
+    """Yield a connector and, depth first, the children of a `MultiConnector`, each with its path of child indices.
+
+    `MultiConnector` forwards no method that it doesn't know, so kvplug has to reach the children itself.
+    """
+    yield connector, ()
+    if type(connector).__name__ != "MultiConnector":
+        return
+    for index, child in enumerate(connector._connectors):  # noqa: SLF001
+        for member, path in connector_members(child):
+            yield member, (index, *path)
+
+
+def metadata_of(scheduler_output: Any, path: tuple[int, ...]) -> Any:
+    """Return the step's connector metadata for the connector at a path of `connector_members`, or None."""
+    metadata = scheduler_output.kv_connector_metadata
+    for index in path:
+        if metadata is None:
+            return None
+        metadata = metadata.metadata[index]
+    return metadata
+
+
+# -- The scheduler's output ------------------------------------------------------------------------------------------
+
+
+def preempted_ids(scheduler_output: Any) -> Collection[str]:
+    """Return the ids of requests that were preempted since the last step.
+
+    vLLM says None for none, and before 0.25.1 leaves out those that `reset_prefix_cache` preempts; these come back as
+    resumed requests.
+    """
+    return scheduler_output.preempted_req_ids or ()
+
+
+def resumed_ids(cached: Any) -> Collection[str]:
+    """Return the ids, among the cached requests of a step, whose block ids are new ones, not further ones."""
+    return cached.resumed_req_ids  # type: ignore[no-any-return]
+
+
+def cached_requests(scheduler_output: Any) -> Iterable[tuple[str, tuple[list[int], ...] | None, int]]:
+    """Iterate over (request id, new block ids per group or None, computed tokens) of requests scheduled before."""
+    cached = scheduler_output.scheduled_cached_reqs
+    return zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+
+
+def static_veto(new_request: Any) -> str | None:
+    """Return why a request must never be shortened, or None.
+
+    Args:
+        new_request: vLLM's `NewRequestData`.
+
+    """
+    sampling = new_request.sampling_params
+    if sampling is not None and sampling.prompt_logprobs is not None:
+        return "prompt_logprobs"  # a skipped position has no hidden state to take them from
+    if new_request.pooling_params is not None:
+        return "pooling"  # pools over all positions
+    if new_request.prompt_token_ids is None or getattr(new_request, "prompt_embeds", None) is not None:
+        return "prompt_embeds"
+    if getattr(new_request, "replay_start", 0):
+        return "window_replay"  # 0.32 on: the runner recomputes a window on purpose
+    return None
+
+
+def has_scheduler_side_loads(scheduler_output: Any) -> bool:
+    """Return whether some request of this step has tokens that a connector promised to the scheduler.
+
+    Known from 0.29 on (`has_sync_kv_loads`); before that the answer is False.
+    """
+    return bool(getattr(scheduler_output, "has_sync_kv_loads", False))
+
+
+def may_have_scheduler_side_loads(scheduler_output: Any) -> bool:
+    """Like `has_scheduler_side_loads`, but True where vLLM doesn't tell (before 0.29)."""
+    return bool(getattr(scheduler_output, "has_sync_kv_loads", True))
+
+
+def shortened_output(scheduler_output: Any, skipped: dict[str, int], loaded_blocks: frozenset[int]) -> Any:
+    """Return a copy of the scheduler's output in which requests start later.
+
+    The argument isn't changed: executors in the scheduler's process hand over its own object, and later bookkeeping
+    reads it.
+
+    Args:
+        scheduler_output: vLLM's `SchedulerOutput`.
+        skipped: Tokens, of those scheduled, that each request doesn't have to compute: all at least 1 and less
+            than scheduled.
+        loaded_blocks: Ids of blocks that hold loaded KV and so must not be zeroed or copied over.
+
+    """
+    scheduled = dict(scheduler_output.num_scheduled_tokens)
+    for request_id, count in skipped.items():
+        scheduled[request_id] -= count
+    new = [
+        replace(request, num_computed_tokens=request.num_computed_tokens + skipped[request.req_id])
+        if request.req_id in skipped
+        else request
+        for request in scheduler_output.scheduled_new_reqs
+    ]
+    cached = scheduler_output.scheduled_cached_reqs
+    if any(request_id in skipped for request_id in cached.req_ids):
+        cached = replace(
+            cached,
+            num_computed_tokens=[
+                computed + skipped.get(request_id, 0)
+                for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+            ],
+        )
+    changes: dict[str, Any] = {}
+    if zeroed := getattr(scheduler_output, "new_block_ids_to_zero", None):  # 0.17.1 on
+        changes["new_block_ids_to_zero"] = [block for block in zeroed if block not in loaded_blocks]
+    if copies := getattr(scheduler_output, "kv_cache_block_copies", None):  # 0.26 on
+        changes["kv_cache_block_copies"] = [copy for copy in copies if copy.dst_block_id not in loaded_blocks]
+    return replace(
+        scheduler_output,
+        scheduled_new_reqs=new,
+        scheduled_cached_reqs=cached,
+        num_scheduled_tokens=scheduled,
+        total_num_scheduled_tokens=scheduler_output.total_num_scheduled_tokens - sum(skipped.values()),
+        **changes,
+    )
+
+
+# -- The model runners -----------------------------------------------------------------------------------------------
+
+
+def runner_kind(runner_class: type) -> str | None:
+    """Return `v1` or `v2` for a class that is one of vLLM's model runners or derives from it, else None."""
+    modules = {cls.__module__ for cls in runner_class.__mro__ if cls.__name__ == RUNNER_CLASS}
+    return next((kind for kind, module in RUNNER_MODULES.items() if module in modules), None)
+
+
+def set_device_computed_tokens(runner: Any, counts: dict[str, int]) -> None:
+    """Bring the second runner's device-side count of computed tokens into line with a shortened step.
+
+    Its `update_requests` takes the scheduler's count of a request that is already running into a mirror on the host
+    only; positions and slots come from the device tensor, which the runner advances by itself. New and resumed
+    requests aren't running: it adds them with the count from the scheduler's output.
+
+    Args:
+        runner: The live model runner.
+        counts: New count of computed tokens by request id.
+
+    """
+    if runner_kind(type(runner)) != "v2":
+        return
+    states = runner.req_states
+    for request_id, count in counts.items():
+        states.num_computed_tokens.gpu[states.req_id_to_index[request_id]] = count
+
+
+def model_runner_in_use(vllm_config: Any) -> type | None:
+    """Return the class of the model runner that this worker really uses.
+
+    vLLM creates the worker's connector from a method of the worker, which has its runner by then, so the answer is a
+    few frames up. Where it isn't (a connector created by hand), it comes from vLLM's configuration and
+    from what is imported.
+
+    Args:
+        vllm_config: vLLM's `VllmConfig`.
+
+    Returns:
+        The runner's class, or None if no model runner can be told.
+
+    """
+    frame = sys._getframe(1)  # noqa: SLF001
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        runner = inspect.getattr_static(owner, "model_runner", None)
+        if runner is not None and callable(getattr(type(runner), "execute_model", None)):
+            return type(runner)
+        frame = frame.f_back  # type: ignore[assignment]
+    uses_v2 = getattr(vllm_config, "use_v2_model_runner", None)
+    if uses_v2 is None:
+        import vllm.envs
+
+        uses_v2 = bool(getattr(vllm.envs, "VLLM_USE_V2_MODEL_RUNNER", False))
+    module = sys.modules.get(RUNNER_MODULES["v2" if uses_v2 else "v1"])
+    return getattr(module, RUNNER_CLASS, None)
+
+
+def hook_delivery(runner_class: type) -> str | None:
+    """Say how the hook got into a model runner's `execute_model`.
+
+    Looks at the code that will run, not at what was meant to happen to it.
+
+    Args:
+        runner_class: One of vLLM's model runners or a subclass.
+
+    Returns:
+        `import` if its source was patched as it was imported, `file` if the call is in the file on disk, None if
+        `execute_model` doesn't call the hook.
+
+    """
+    for cls in runner_class.__mro__:
+        method = cls.__dict__.get("execute_model")
+        if method is None:
+            continue
+        code = inspect.unwrap(method).__code__
+        if HOOK_FUNCTION in code.co_names:
+            module = sys.modules.get(cls.__module__)
+            return "import" if getattr(module, "__kvplug_patches__", ()) else "file"
+        if "execute_model" not in code.co_names:
+            return None  # overridden, without a call of what it overrides
+    return None
+
+
+def split_dimensions(vllm_config: Any) -> list[str]:
+    """Name the kinds of parallelism, pipeline or context, that spread one request's tokens or layers over ranks."""
+    parallel = vllm_config.parallel_config
+    sizes = {
+        "pipeline": parallel.pipeline_parallel_size,
+        "prefill context": getattr(parallel, "prefill_context_parallel_size", 1),
+        "decode context": getattr(parallel, "decode_context_parallel_size", 1),
+    }
+    return [f"{kind} parallelism ({size})" for kind, size in sizes.items() if size > 1]
+
+
+def require_hook_support(vllm_config: Any, role: Any, connector_class: type) -> None:
+    """Refuse, when a connector is created, what its hooks can't work with.
+
+    Args:
+        vllm_config: vLLM's `VllmConfig`.
+        role: vLLM's `KVConnectorRole`.
+        connector_class: The connector's class. Nothing is checked if it implements no hook.
+
+    Raises:
+        UnsupportedError: vLLM is too old; `before_update_states` with pipeline or context parallelism; or, in a
+            worker, the hook isn't live in the model runner that is in use.
+
+    """
+    hooks = has_hooks(connector_class)
+    if not hooks:
+        return
+    name = connector_class.__name__
+    if note := check_vllm_version():
+        logger.warning("%s", note)
+    if "before_update_states" in hooks and (split := split_dimensions(vllm_config)):
+        raise UnsupportedError(
+            f"{name} decides on the worker how much of a step is left to compute, which ranks can't agree on under "
+            f"{' and '.join(split)}: use tensor parallelism, or a connector that decides on the scheduler (type2)."
+        )
+    if getattr(role, "name", None) != "WORKER":
+        return
+    runner_class = model_runner_in_use(vllm_config)
+    if runner_class is None or runner_kind(runner_class) is None:
+        used = "no model runner" if runner_class is None else f"{runner_class.__module__}.{runner_class.__qualname__}"
+        raise UnsupportedError(
+            f"{name} needs the hook in one of vLLM's own model runners ({', '.join(RUNNER_MODULES.values())}), and "
+            f"this worker uses {used}: use a connector that needs no hook (type2)."
+        )
+    if hook_delivery(runner_class) is None:
+        kind = runner_kind(runner_class) or ""
+        raise UnsupportedError(
+            f"{name} needs kvplug's hook in {RUNNER_MODULES[kind]}, where it isn't live: {_why_not_live(kind)} "
+            "`kvplug doctor` says more."
+        )
+
+
+def _why_not_live(kind: str) -> str:
+    try:
+        import kvplug_hooks
+    except ImportError:
+        return "install kvplug-hooks."
+    status = kvplug_hooks.status().get(RUNNER_MODULES[kind])
+    if status is None or not status.reason:
+        return "check that VLLM_PLUGINS, if set, names kvplug."
+    return str(status.reason)
+
+
+# -- Parallel ranks --------------------------------------------------------------------------------------------------
+
+
+def tensor_parallel_ranks() -> tuple[int, ...]:
+    """Return the global ranks of this worker's tensor-parallel group, in order."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return tuple(get_tp_group().ranks)

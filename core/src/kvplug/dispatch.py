@@ -1,0 +1,182 @@
+"""The other end of the patched line in vLLM's model runners.
+
+The line is `scheduler_output = before_update_states(self, scheduler_output)`, once per step and worker, before the
+runner changes any state. With no connector, or none that implements a hook, it gets its argument back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from kvplug import compat
+from kvplug.agreement import Agreement
+from kvplug.errors import UnsupportedError
+from kvplug.hookspecs import has_hooks
+from kvplug.log import get_logger
+from kvplug.manager import HookedConnector
+from kvplug.requests import BlockTables
+from kvplug.stats import Stats
+from kvplug.step import Step
+from kvplug.steps import StepPlan, merge_counts
+
+__all__ = ["Dispatcher", "before_update_states", "current_dispatcher"]
+
+logger = get_logger(__name__)
+
+_current: Dispatcher | None = None
+
+
+def before_update_states(runner: Any, scheduler_output: Any) -> Any:
+    """Call the live connector's hooks, and return the scheduler's output for the runner to go on with.
+
+    Args:
+        runner: The model runner that is about to take in the step.
+        scheduler_output: vLLM's `SchedulerOutput`. Not changed.
+
+    Returns:
+        The same object if nothing can be skipped, else a copy in which requests start later.
+
+    Raises:
+        UnsupportedError: At the first step, if the connector has hooks that can't work here.
+
+    """
+    global _current  # noqa: PLW0603 - one worker, one connector; a new engine in this process brings another
+    connector = compat.live_connector()
+    if connector is None:
+        return scheduler_output
+    dispatcher = _current
+    if dispatcher is None or dispatcher.connector is not connector:
+        dispatcher = _current = Dispatcher(connector, runner)
+    return dispatcher(runner, scheduler_output)
+
+
+def current_dispatcher() -> Dispatcher | None:
+    """Return the dispatcher of this worker's connector, or None before its first step."""
+    return _current
+
+
+class Dispatcher:
+    """Hooks of one worker's connector, with what is kept from step to step."""
+
+    def __init__(self, connector: Any, runner: Any) -> None:
+        """Register every member of the connector that implements a hook.
+
+        Args:
+            connector: The worker's connector.
+            runner: The model runner.
+
+        Raises:
+            UnsupportedError: A member marks an unknown hook, or implements `before_update_states` under pipeline or
+                context parallelism.
+
+        """
+        self.connector = connector
+        self.stats = Stats()
+        self.plugins = [
+            HookedConnector(member, path, self.stats)
+            for member, path in compat.connector_members(connector)
+            if has_hooks(type(member))
+        ]
+        self._loaders = [p for p in self.plugins if "before_update_states" in p.hooks]
+        self._tables = BlockTables()
+        self._agreement: Agreement | None = None
+        self._block_sizes: tuple[int, ...] = ()
+        if not self.plugins:
+            return
+        groups = runner.kv_cache_config.kv_cache_groups
+        self._block_sizes = tuple(group.kv_cache_spec.block_size for group in groups)
+        if self._loaders:
+            if split := compat.split_dimensions(runner.vllm_config):
+                raise UnsupportedError(
+                    f"{self._loaders[0].name} can't be used with {' and '.join(split)}: use tensor parallelism, or a "
+                    "connector that decides on the scheduler (type2)."
+                )
+            self._agreement = Agreement(compat.tensor_parallel_ranks())
+        logger.info("kvplug: hooks of %s are live in %s", ", ".join(p.name for p in self.plugins), type(runner))
+
+    def __call__(self, runner: Any, scheduler_output: Any) -> Any:
+        """Run one step's hooks; see `before_update_states`."""
+        if not self.plugins:
+            return scheduler_output
+        self._tables.update(scheduler_output)
+        plan = StepPlan(scheduler_output, self._tables, self._block_sizes)
+        steps = self._steps(plan)
+        if self._tables.preempted:
+            for plugin, step in zip(self.plugins, steps, strict=True):
+                plugin.call("before_blocks_reused", step=step)
+        if not self._loaders:
+            return scheduler_output
+        loaded = self._load(scheduler_output.num_scheduled_tokens, steps)
+        if not loaded:
+            return scheduler_output
+        output, skipped, vetoed = plan.shorten(loaded)
+        for reason in vetoed.values():
+            self.stats.add(f"vetoes_{reason}")
+        if skipped:
+            self.stats.add("tokens_skipped", sum(skipped.values()))
+            compat.set_device_computed_tokens(runner, plan.running_counts(skipped))
+        return output
+
+    def _load(self, scheduled: Mapping[str, int], steps: list[Step]) -> dict[str, int]:
+        """Ask every plugin what it loaded, merge the answers, and agree on them with the other ranks."""
+        answers = []
+        everyone = False
+        agreed_on: dict[str, None] = {}
+        for plugin, step in zip(self.plugins, steps, strict=True):
+            if "before_update_states" not in plugin.hooks:
+                continue
+            candidates: Collection[str] | None = getattr(step.metadata, "candidates", None)
+            if candidates is None:
+                everyone = True
+            else:
+                agreed_on.update(dict.fromkeys(candidates))
+            answers.append((self._ask(plugin, step), candidates))
+        loaded = merge_counts(answers, scheduled)
+        return self._agree(loaded, list(scheduled) if everyone else [r for r in agreed_on if r in scheduled])
+
+    def _steps(self, plan: StepPlan) -> list[Step]:
+        output = plan.scheduler_output
+        preempted = frozenset(self._tables.preempted)
+        finished = frozenset(output.finished_req_ids)
+        requests = _Once(plan.requests)
+        return [
+            Step(
+                requests,
+                metadata=compat.metadata_of(output, plugin.path),
+                preempted=preempted,
+                finished=finished,
+                num_scheduled_tokens=output.total_num_scheduled_tokens,
+            )
+            for plugin in self.plugins
+        ]
+
+    def _ask(self, plugin: HookedConnector, step: Step) -> dict[str, int] | None:
+        answer = plugin.call("before_update_states", step=step)
+        if answer is None:
+            return None
+        try:
+            return {request_id: int(count) for request_id, count in answer.items()}
+        except (AttributeError, TypeError, ValueError) as error:
+            plugin.failed("before_update_states", error)
+            return None
+
+    def _agree(self, loaded: dict[str, int], request_ids: list[str]) -> dict[str, int]:
+        """Take the minimum over ranks. Whether ranks talk depends only on what is equal on all of them."""
+        if self._agreement is None or not request_ids:
+            return loaded
+        counts = self._agreement.minimum([loaded.get(request_id, 0) for request_id in request_ids])
+        return {request_id: count for request_id, count in zip(request_ids, counts, strict=True) if count > 0}
+
+
+class _Once:
+    """Call a function at most once and share its result, among the steps of several plugins."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+        self._result: Any = None
+
+    def __call__(self) -> Any:
+        if self._result is None:
+            self._result = self._function()
+        return self._result

@@ -1,0 +1,102 @@
+"""Block tables of running requests, mirrored from the scheduler's outputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvplug import compat
+
+__all__ = ["BlockTables"]
+
+
+class BlockTables:
+    """Mirror of every running request's block ids, kept up to date from step to step.
+
+    The scheduler sends only what changed. The mirror follows it through chunked prefill, decode, preemption and resume,
+    whether a resumed request comes among the cached requests (first runner) or the new ones (second). It works on
+    either side: in the scheduler half of a connector, and in the worker. A step costs what changed in it.
+
+    Block ids that a sliding window has left behind stay in the mirror, as they do in vLLM's own worker-side tables;
+    they may belong to someone else by then, so only blocks of tokens of the current step are safe to touch.
+
+    A request whose first step the mirror didn't see isn't in it.
+    """
+
+    def __init__(self) -> None:
+        """Start with no requests."""
+        self._tables: dict[str, tuple[list[int], ...]] = {}
+        self._vetoes: dict[str, str] = {}
+        self._preempted: set[str] = set()
+        #: Requests that lost their blocks since the last step.
+        self.preempted: set[str] = set()
+        #: Requests of the current step that come back after a preemption.
+        self.resumed: set[str] = set()
+        #: Requests of the current step that are scheduled for the first time.
+        self.new: set[str] = set()
+
+    def __len__(self) -> int:
+        """Count the requests that are mirrored."""
+        return len(self._tables)
+
+    def __contains__(self, request_id: str) -> bool:
+        """Say whether a request's table is known."""
+        return request_id in self._tables
+
+    def block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        """Return a request's block ids, one list per KV-cache group. Not to be changed by the caller."""
+        return self._tables[request_id]
+
+    def veto(self, request_id: str) -> str | None:
+        """Return why the request must never be shortened, or None."""
+        return self._vetoes.get(request_id)
+
+    def update(self, scheduler_output: Any) -> None:
+        """Take in one step of the scheduler.
+
+        Finished requests go first: an id that is aborted and submitted again between two steps is in the same output
+        as finished and as new.
+
+        Args:
+            scheduler_output: vLLM's `SchedulerOutput`.
+
+        """
+        self.preempted = set(compat.preempted_ids(scheduler_output))
+        for request_id in scheduler_output.finished_req_ids:
+            self._tables.pop(request_id, None)
+            self._vetoes.pop(request_id, None)
+            self._preempted.discard(request_id)
+        for request_id in self.preempted:
+            if self._tables.pop(request_id, None) is not None:
+                self._preempted.add(request_id)
+        self.new = set()
+        self.resumed = set()
+        self._take_new(scheduler_output)
+        self._take_cached(scheduler_output)
+
+    def _take_new(self, scheduler_output: Any) -> None:
+        for request in scheduler_output.scheduled_new_reqs:
+            request_id = request.req_id
+            self._tables[request_id] = tuple(list(group) for group in request.block_ids)
+            if request_id in self._preempted:
+                self._preempted.discard(request_id)
+                self.resumed.add(request_id)
+            else:
+                self.new.add(request_id)
+            veto = compat.static_veto(request)
+            if veto is None:
+                self._vetoes.pop(request_id, None)  # streaming input: the same id comes as new again
+            else:
+                self._vetoes[request_id] = veto
+
+    def _take_cached(self, scheduler_output: Any) -> None:
+        resumed = compat.resumed_ids(scheduler_output.scheduled_cached_reqs)
+        for request_id, blocks, _ in compat.cached_requests(scheduler_output):
+            if request_id in resumed:
+                if request_id in self._tables:  # before 0.25.1 nobody says that reset_prefix_cache preempted it
+                    self.preempted.add(request_id)
+                self._tables[request_id] = tuple(list(group) for group in blocks or ())
+                self._preempted.discard(request_id)
+                self.resumed.add(request_id)
+            elif blocks is not None and request_id in self._tables:
+                for known, further in zip(self._tables[request_id], blocks, strict=True):
+                    known.extend(further)
