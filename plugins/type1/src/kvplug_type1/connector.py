@@ -1,0 +1,181 @@
+"""The connector that vLLM creates by name: a façade over the scheduler half and the worker half."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+
+import kvplug
+from kvplug import compat, dispatch
+from kvplug.kv_groups import single_attention_group
+from kvplug.log import get_logger
+from kvplug.memory_budget import check_memory, ranks_on_host
+from kvplug.metrics import CounterPromMetrics, CounterStats
+from kvplug.namespace import namespace_fingerprint
+from kvplug.settings import L1Settings
+from kvplug_type1.metadata import Type1Metadata
+from kvplug_type1.scheduler import Type1Scheduler
+from kvplug_type1.worker import Type1Worker
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Type1Connector"]
+
+logger = get_logger(__name__)
+
+
+class Type1Connector(KVConnectorBase_V1):  # type: ignore[misc]
+    """Reuses KV from host memory, decided on the worker at load time.
+
+    vLLM's scheduler plans every request as if nothing were stored. Right before a step, the hook loads what is there
+    and the step gets shorter by that much. A miss or a failed load is just a smaller number.
+    """
+
+    #: What `kv_connector_extra_config` is validated by.
+    Settings = L1Settings
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
+        """Create one half of the connector.
+
+        Args:
+            vllm_config: vLLM's `VllmConfig`.
+            role: Scheduler or worker.
+            kv_cache_config: vLLM's `KVCacheConfig`.
+
+        Raises:
+            ConfigError: A setting is unknown, malformed, or asks for more memory than there is.
+            UnsupportedError: This vLLM, model, parallelism or model runner can't work with type1.
+
+        """
+        super().__init__(vllm_config, role, kv_cache_config)
+        compat.require_hook_support(vllm_config, role, type(self))
+        transfer = vllm_config.kv_transfer_config
+        settings = L1Settings.load(transfer.kv_connector_extra_config)
+        group = single_attention_group(kv_cache_config, type(self).__name__)
+        self._group = group
+        self._scheduler: Type1Scheduler | None = None
+        self._worker: Type1Worker | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            check_memory(settings.l1_size_per_rank, ranks_on_host(vllm_config.parallel_config), what="L1")
+            logger.info("kvplug: type1 settings: %s", settings.describe())
+            self._scheduler = Type1Scheduler(
+                namespace=namespace_fingerprint(vllm_config, kv_cache_config, model_id=settings.model_id),
+                block_size=group.block_size,
+                windowed=group.windowed,
+            )
+        else:
+            speculative = vllm_config.speculative_config
+            self._worker = Type1Worker(
+                block_size=group.block_size,
+                size_bytes=settings.l1_size_per_rank,
+                eviction_policy=settings.l1_eviction_policy,
+                drop_last_hit=speculative is not None and speculative.use_eagle(),
+            )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A dropped save is a later miss, so vLLM needn't wait for any."""
+        return False
+
+    # -- worker half -------------------------------------------------------------------------------------------------
+
+    @property
+    def worker(self) -> Type1Worker:
+        """The worker half. Only in a worker."""
+        assert self._worker is not None, "this is the scheduler's half"
+        return self._worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Take the worker's paged cache; see vLLM's base class."""
+        self.worker.register_kv_caches(
+            kv_caches, num_blocks=self._group.num_blocks, page_size_bytes=self._group.page_size_bytes
+        )
+
+    @kvplug.hookimpl
+    def before_update_states(self, step: kvplug.Step) -> Mapping[str, int]:
+        """Load what is stored of this step's blocks."""
+        return self.worker.load(step.metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Nothing: the hook has loaded already."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: the hook has loaded already."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: blocks are saved whole when the step has run, draft model included."""
+
+    def wait_for_save(self) -> None:
+        """Save the blocks that this step completed."""
+        metadata = self._get_connector_metadata() if self.has_connector_metadata() else None
+        if isinstance(metadata, Type1Metadata):
+            self.worker.save(metadata)
+
+    def get_kv_connector_stats(self) -> CounterStats | None:
+        """Return what the worker's counts have grown by since the last call."""
+        if self._worker is None:
+            return None
+        grown = self._worker.stats.take()
+        if (dispatcher := dispatch.current_dispatcher()) is not None:
+            grown.update(dispatcher.stats.take())
+        return CounterStats(data=grown) if grown else None
+
+    def shutdown(self) -> None:
+        """Give the host memory back."""
+        if self._worker is not None:
+            self._worker.close()
+
+    # -- scheduler half ----------------------------------------------------------------------------------------------
+
+    @property
+    def scheduler(self) -> Type1Scheduler:
+        """The scheduler half. Only in the engine core."""
+        assert self._scheduler is not None, "this is the worker's half"
+        return self._scheduler
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """Promise nothing; remember the request."""
+        self.scheduler.track(request, num_computed_tokens)
+        return 0, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Remember the request."""
+        self.scheduler.track(request)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Type1Metadata:
+        """Build this step's work for the workers."""
+        return self.scheduler.build_metadata(scheduler_output)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Forget the request. Its blocks can be freed at once: saves are done within the step."""
+        self.scheduler.finish(request)
+        return False, None
+
+    def reset_cache(self) -> bool:
+        """Have the workers forget everything stored, before the next step loads anything."""
+        return self.scheduler.reset()
+
+    # -- metrics -----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> CounterStats:
+        """Rebuild stats that came from a worker; see vLLM's base class."""
+        return CounterStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[type, type],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> CounterPromMetrics | None:
+        """Register Prometheus counters. Serving goes on without them if that fails."""
+        try:
+            return CounterPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        except Exception:  # an exception here would end the API server
+            logger.exception("kvplug: metrics of %s couldn't be registered", cls.__name__)
+            return None

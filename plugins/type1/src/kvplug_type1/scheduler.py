@@ -1,0 +1,196 @@
+"""Scheduler half of type1: keys, and which blocks a step may load and has to save.
+
+It promises nothing to vLLM's scheduler. What it sends are offers: the worker loads what is in its store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from kvplug import compat
+from kvplug.identity import Uncacheable, identity_of
+from kvplug.keys import KeyChain
+from kvplug.log import RateLimited, get_logger
+from kvplug.lora import AdapterIdentities
+from kvplug.requests import BlockTables
+from kvplug_type1.metadata import LoadRequest, SaveRequest, Type1Metadata
+
+__all__ = ["Type1Scheduler"]
+
+_limited = RateLimited(get_logger(__name__))
+
+
+@dataclass
+class _Tracked:
+    """A request that the scheduler has looked at and that hasn't finished."""
+
+    request: Any
+    #: None if its KV must not be stored or reused.
+    chain: KeyChain | None
+    #: Tokens that vLLM's own prefix cache had when the request was last looked up.
+    num_local_tokens: int
+    #: Blocks from the start that a save has been asked for.
+    num_saved_blocks: int = 0
+    #: Whether another connector brought part of its KV: then its blocks aren't ours to vouch for.
+    foreign: bool = False
+
+
+class Type1Scheduler:
+    """Keeps keys and block tables of the requests, and turns each step into metadata."""
+
+    def __init__(self, *, namespace: bytes, block_size: int, windowed: bool) -> None:
+        """Start without requests.
+
+        Args:
+            namespace: Fingerprint that every key starts from (32 bytes).
+            block_size: Tokens per block.
+            windowed: Whether blocks are freed while their request still runs (sliding window).
+
+        """
+        self._namespace = namespace
+        self._block_size = block_size
+        self._windowed = windowed
+        self._tracked: dict[str, _Tracked] = {}
+        self._tables = BlockTables()
+        self._adapters = AdapterIdentities()
+        self._reset_count = 0
+
+    @property
+    def num_tracked_requests(self) -> int:
+        """Requests that are remembered. 0 when all have finished."""
+        return len(self._tracked)
+
+    def track(self, request: Any, num_local_tokens: int | None = None) -> None:
+        """Remember a request that vLLM looks up or has allocated blocks for.
+
+        May be called any number of times. An id that comes with another request object is a new request.
+
+        Args:
+            request: vLLM's `Request`.
+            num_local_tokens: Tokens in vLLM's own prefix cache, if the call is the lookup.
+
+        """
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or tracked.request is not request:
+            tracked = _Tracked(request, self._new_chain(request), num_local_tokens or 0)
+            self._tracked[request.request_id] = tracked
+        elif num_local_tokens is not None:
+            tracked.num_local_tokens = num_local_tokens
+
+    def _new_chain(self, request: Any) -> KeyChain | None:
+        identity = identity_of(request, self._adapters)
+        if isinstance(identity, Uncacheable):
+            _limited.warning(("uncacheable", identity.kind), "A request is neither stored nor reused: %s", identity.reason)
+            return None
+        return KeyChain(self._namespace, self._block_size, identity)
+
+    def finish(self, request: Any) -> None:
+        """Forget a request that finished, was aborted, or was never scheduled."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is not None and tracked.request is request:
+            del self._tracked[request.request_id]
+
+    def reset(self) -> bool:
+        """Have every worker forget what it stored, before it loads anything more. Always succeeds."""
+        self._reset_count += 1
+        return True
+
+    def build_metadata(self, scheduler_output: Any) -> Type1Metadata:
+        """Turn one step of the scheduler into work for the worker half.
+
+        Args:
+            scheduler_output: vLLM's `SchedulerOutput`, complete, before the scheduler advances its own counts.
+
+        """
+        self._tables.update(scheduler_output)
+        starting = self._tables.new | self._tables.resumed
+        self._mark_foreign(scheduler_output, starting)
+        foreign_step = any(t.foreign for r in starting if (t := self._tracked.get(r)) is not None)
+        loads: list[LoadRequest] = []
+        saves: list[SaveRequest] = []
+        for request_id, computed, scheduled in _scheduled(scheduler_output):
+            tracked = self._tracked.get(request_id)
+            if tracked is None or tracked.chain is None or tracked.foreign or request_id not in self._tables:
+                continue
+            # A token that isn't known yet (asynchronous scheduling) or isn't accepted yet (speculative decoding)
+            # isn't in the request's list, and nothing from its position on is usable.
+            end = min(computed + scheduled, len(tracked.request.all_token_ids)) // self._block_size
+            if end <= tracked.num_saved_blocks and end <= computed // self._block_size:
+                continue  # the common case: a decode step that fills no block
+            try:
+                tracked.chain.extend(tracked.request.all_token_ids)
+            except ValueError as error:
+                _limited.warning("keys", "A request is neither stored nor reused: %s", error)
+                tracked.chain = None
+                continue
+            drafts = len(scheduler_output.scheduled_spec_decode_tokens.get(request_id, ()))
+            last_token = computed + scheduled - drafts - 1
+            if (load := self._load(tracked, request_id, computed, last_token, end)) is not None:
+                loads.append(load)
+            # In a step with another connector's loads, blocks that a starting request shares may turn out to be bad.
+            if not (foreign_step and request_id in starting):
+                saves.extend(self._save(tracked, request_id, computed, end, started=request_id in starting))
+        return Type1Metadata(
+            candidates=tuple(load.request_id for load in loads),
+            loads=tuple(loads),
+            saves=tuple(saves),
+            reset_count=self._reset_count,
+        )
+
+    def _mark_foreign(self, scheduler_output: Any, starting: set[str]) -> None:
+        """Find requests whose start another connector (under `MultiConnector`) loads in this step."""
+        may_load = compat.may_have_scheduler_side_loads(scheduler_output)
+        for request_id, computed, _ in _scheduled(scheduler_output) if starting else ():
+            tracked = self._tracked.get(request_id)
+            if tracked is not None and request_id in starting:
+                tracked.num_saved_blocks = 0  # also fills gaps that eviction left; what is stored isn't stored again
+                tracked.foreign = may_load and computed > tracked.num_local_tokens
+
+    def _load(self, tracked: _Tracked, request_id: str, computed: int, last_token: int, end: int) -> LoadRequest | None:
+        first = computed // self._block_size
+        if min(end * self._block_size, last_token) <= computed:
+            return None
+        if self._tables.veto(request_id) is not None or getattr(tracked.request, "skip_reading_prefix_cache", False):
+            return None
+        assert tracked.chain is not None
+        block_ids = tuple(self._tables.block_ids(request_id)[0][first:end])
+        if 0 in block_ids:
+            return None  # the null block: vLLM doesn't keep these positions
+        return LoadRequest(
+            request_id=request_id,
+            num_computed_tokens=computed,
+            first_token=first * self._block_size,
+            keys=tuple(tracked.chain.keys[first:end]),
+            block_ids=block_ids,
+        )
+
+    def _save(
+        self, tracked: _Tracked, request_id: str, computed: int, end: int, *, started: bool
+    ) -> Iterator[SaveRequest]:
+        first = tracked.num_saved_blocks
+        if self._windowed and not started:
+            # Blocks behind the window may be someone else's by now.
+            first = max(first, computed // self._block_size - 1)
+        tracked.num_saved_blocks = max(end, tracked.num_saved_blocks)
+        assert tracked.chain is not None
+        pairs = [
+            (key, block)
+            for key, block in zip(
+                tracked.chain.keys[first:end], self._tables.block_ids(request_id)[0][first:end], strict=True
+            )
+            if block != 0
+        ]
+        if pairs:
+            keys, block_ids = zip(*pairs, strict=True)
+            yield SaveRequest(request_id, keys, block_ids)
+
+
+def _scheduled(scheduler_output: Any) -> Iterator[tuple[str, int, int]]:
+    """Iterate over (request id, computed tokens, scheduled tokens) of a step's requests."""
+    scheduled = scheduler_output.num_scheduled_tokens
+    for request in scheduler_output.scheduled_new_reqs:
+        yield request.req_id, request.num_computed_tokens, scheduled[request.req_id]
+    for request_id, _, computed in compat.cached_requests(scheduler_output):
+        yield request_id, computed, scheduled[request_id]

@@ -1,0 +1,157 @@
+"""Worker half of type1: copies blocks between the paged cache and the host, in the step and on its thread."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvplug.log import RateLimited, get_logger
+from kvplug.paged import PagedCache
+from kvplug.stats import Stats
+from kvplug.store import MemoryTier
+from kvplug_type1.metadata import LoadRequest, SaveRequest, Type1Metadata
+
+__all__ = ["Type1Worker"]
+
+logger = get_logger(__name__)
+_limited = RateLimited(logger)
+
+
+class Type1Worker:
+    """Loads and saves one worker's shard of the KV cache."""
+
+    def __init__(self, *, block_size: int, size_bytes: int, eviction_policy: str, drop_last_hit: bool) -> None:
+        """Prepare a worker; memory is taken when its paged cache is known.
+
+        Args:
+            block_size: Tokens per block.
+            size_bytes: Host memory for blocks, in this worker.
+            eviction_policy: Name of the policy by which blocks make room.
+            drop_last_hit: Whether the last block of a hit isn't used, since draft layers' KV at its end depends on
+                a token that its key doesn't cover.
+
+        """
+        self._block_size = block_size
+        self._size_bytes = size_bytes
+        self._eviction_policy = eviction_policy
+        self._drop_last_hit = drop_last_hit
+        self._paged: PagedCache | None = None
+        self._tier: MemoryTier | None = None
+        self._reset_count = 0
+        #: Metadata of the last step for which the hook was called.
+        self._hooked: Type1Metadata | None = None
+        self.stats = Stats()
+
+    @property
+    def tier(self) -> MemoryTier:
+        """The worker's block store."""
+        assert self._tier is not None
+        return self._tier
+
+    @property
+    def paged(self) -> PagedCache:
+        """The worker's paged cache."""
+        assert self._paged is not None
+        return self._paged
+
+    def register_kv_caches(
+        self, kv_caches: Mapping[str, Any], *, num_blocks: int, page_size_bytes: Mapping[str, int]
+    ) -> None:
+        """Take the paged cache, and the host memory that goes with it.
+
+        Args:
+            kv_caches: Tensor of each layer, by name.
+            num_blocks: Blocks in the paged cache.
+            page_size_bytes: Bytes of one block of each layer.
+
+        Raises:
+            UnsupportedError: A layer's layout isn't understood.
+            ConfigError: The memory doesn't hold a single block.
+            KvplugError: The memory can't be had.
+
+        """
+        self._paged = PagedCache.from_kv_caches(kv_caches, num_blocks=num_blocks, page_size_bytes=page_size_bytes)
+        self._tier = MemoryTier.with_capacity(
+            self._size_bytes,
+            self._paged.block_bytes,
+            policy=self._eviction_policy,
+            pin=any(tensor.is_cuda for tensor in kv_caches.values()),
+        )
+        logger.info(
+            "kvplug: L1 holds %d blocks of %d bytes (%.2f GiB) in this rank",
+            self._tier.allocator.capacity,
+            self._paged.block_bytes,
+            self._tier.capacity_bytes / 2**30,
+        )
+
+    def load(self, metadata: Type1Metadata) -> dict[str, int]:
+        """Copy what is stored into the paged cache.
+
+        Args:
+            metadata: This step's metadata.
+
+        Returns:
+            By request id, the tokens that follow its computed tokens and are in the paged cache now.
+
+        """
+        self._hooked = metadata
+        if metadata.reset_count != self._reset_count:
+            self.tier.clear()
+            self._reset_count = metadata.reset_count
+        return {load.request_id: self._load_one(load) for load in metadata.loads}
+
+    def _load_one(self, load: LoadRequest) -> int:
+        self.stats.add("blocks_looked_up", len(load.keys))
+        try:
+            with self.tier.reading(load.keys) as slots:
+                num_blocks = len(slots) - (1 if self._drop_last_hit and slots else 0)
+                tokens = self._tokens(load, num_blocks)
+                if tokens <= 0:
+                    return 0
+                self.paged.scatter(self.tier.slab, slots[:num_blocks], load.block_ids[:num_blocks]).wait()
+        except Exception as error:  # noqa: BLE001 - a failed load is a miss, whatever it was
+            self.stats.add("load_errors")
+            _limited.warning(
+                ("load", type(error)), "A load failed; its tokens are computed: %s: %s", type(error).__name__, error
+            )
+            return 0
+        self.stats.add("blocks_hit", num_blocks)
+        self.stats.add("tokens_loaded", tokens)
+        return tokens
+
+    def _tokens(self, load: LoadRequest, num_blocks: int) -> int:
+        if num_blocks == 0:
+            return 0
+        return load.first_token + num_blocks * self._block_size - load.num_computed_tokens
+
+    def save(self, metadata: Type1Metadata) -> None:
+        """Copy blocks that this step completed to the host. Returns when the paged blocks may change again."""
+        if metadata.loads and self._hooked is not metadata:
+            _limited.warning("hook", "A step had loads but the hook wasn't called: run kvplug doctor.")
+            self.stats.add("hook_missed")
+        for save in metadata.saves:
+            self._save_one(save)
+
+    def _save_one(self, save: SaveRequest) -> None:
+        evicted, refused = self.tier.allocator.evictions, self.tier.allocator.refused
+        try:
+            with self.tier.writing(save.keys) as slots:
+                pairs = [(b, s) for b, s in zip(save.block_ids, slots, strict=True) if s is not None]
+                if pairs:
+                    block_ids, to = zip(*pairs, strict=True)
+                    self.paged.gather(block_ids, self.tier.slab, to).wait()
+        except Exception as error:  # noqa: BLE001 - a failed save is a later miss, whatever it was
+            self.stats.add("save_errors")
+            _limited.warning(
+                ("save", type(error)), "A save failed; the blocks aren't stored: %s: %s", type(error).__name__, error
+            )
+            return
+        self.stats.add("blocks_saved", len(pairs))
+        self.stats.add("blocks_evicted", self.tier.allocator.evictions - evicted)
+        self.stats.add("saves_refused", self.tier.allocator.refused - refused)
+
+    def close(self) -> None:
+        """Give the host memory back. May be called again."""
+        if self._tier is not None:
+            self._tier.close()
+            self._tier = None
