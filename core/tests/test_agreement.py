@@ -8,10 +8,10 @@ import tempfile
 from kvplug.agreement import Agreement
 
 
-def _rank(rank, world, path, members, counts, results):
+def _rank(rank, path, members, counts, results):
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=3)
     if rank in members:
         agreement = Agreement(members)
         results.put((rank, [agreement.minimum(c) for c in counts[rank]]))
@@ -26,8 +26,7 @@ def test_b3_ranks_take_the_minimum_without_the_rest_of_the_world():
     counts = {0: [[8, 0, 5], [1]], 2: [[4, 9, 5], [2]]}
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            context.Process(target=_rank, args=(rank, 3, f"{folder}/store", (0, 2), counts, results))
-            for rank in range(3)
+            context.Process(target=_rank, args=(rank, f"{folder}/store", (0, 2), counts, results)) for rank in range(3)
         ]
         for process in ranks:
             process.start()

@@ -116,8 +116,8 @@ def test_what_is_not_read_is_not_computed(live, new_request, scheduler_output, m
 
 
 @pytest.mark.parametrize("answer", [RuntimeError("store is down"), ["a"], {"a": "many"}, {"a": None}])
-def test_a_plugin_that_fails_is_named_and_the_others_run(live, new_request, scheduler_output, caplog, answer):
-    """An exception or a malformed answer is a miss, logged with plugin and hook, and counted; other plugins still count."""
+def test_g10_a_plugin_that_fails_is_named_and_the_others_run(live, new_request, scheduler_output, caplog, answer):
+    """An exception or a malformed answer is a miss, logged with plugin and hook; other plugins still count."""
     caplog.set_level(logging.WARNING)
     good = Recorder({"a": 4})
     live(MultiConnector(Recorder(answer), good))
@@ -130,7 +130,7 @@ def test_a_plugin_that_fails_is_named_and_the_others_run(live, new_request, sche
     assert "before_update_states" in caplog.text
 
 
-def test_the_children_of_a_multi_connector_get_their_own_metadata(live, new_request, scheduler_output):
+def test_f4_the_children_of_a_multi_connector_get_their_own_metadata(live, new_request, scheduler_output):
     """MultiConnector forwards no unknown method: kvplug reaches its children, nested ones too."""
     first, second = Recorder({"a": 2}), Recorder({"a": 4})
     live(MultiConnector(Plain(), MultiConnector(first), second))
@@ -196,7 +196,7 @@ def test_an_argument_that_the_hook_does_not_have_is_an_error(live, scheduler_out
         dispatch.before_update_states(runner(), scheduler_output({}))
 
 
-def test_an_old_implementation_survives_a_grown_signature(live, new_request, scheduler_output):
+def test_g10_an_old_implementation_survives_a_grown_signature(live, new_request, scheduler_output):
     """An implementation names only the arguments that it wants."""
 
     class Minimal:

@@ -75,9 +75,9 @@ def test_finished_requests_leave_nothing(new_request, scheduler_output):
     tables = BlockTables()
     vetoed = new_request("b", 0, [3], sampling=SimpleNamespace(prompt_logprobs=1))
     tables.update(scheduler_output({"a": 8, "b": 8}, new=[new_request("a", 0, [1, 2]), vetoed]))
-    assert tables.veto("b") == "prompt_logprobs"
+    assert tables.vetoes["b"] == "prompt_logprobs"
     tables.update(scheduler_output({}, preempted=["a"]))
     tables.update(scheduler_output({}, finished=["a", "b"]))
     assert len(tables) == 0
     assert not tables._preempted
-    assert not tables._vetoes
+    assert not tables.vetoes

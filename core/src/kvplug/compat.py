@@ -8,6 +8,7 @@ this module imports vLLM until a function needs it.
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
@@ -29,10 +30,12 @@ __all__ = [
     "connector_members",
     "has_scheduler_side_loads",
     "hook_delivery",
+    "is_first_tensor_parallel_rank",
     "live_connector",
     "may_have_scheduler_side_loads",
     "metadata_of",
     "model_runner_in_use",
+    "overwrites_blocks",
     "preempted_ids",
     "require_hook_support",
     "resumed_ids",
@@ -202,6 +205,27 @@ def may_have_scheduler_side_loads(scheduler_output: Any) -> bool:
     return bool(getattr(scheduler_output, "has_sync_kv_loads", True))
 
 
+def overwrites_blocks(scheduler_output: Any) -> bool:
+    """Return whether the runner will zero blocks, or copy blocks over others, before it computes this step."""
+    return bool(
+        getattr(scheduler_output, "new_block_ids_to_zero", None)  # 0.17.1 on
+        or getattr(scheduler_output, "kv_cache_block_copies", None)  # 0.26 on
+    )
+
+
+def _changed(instance: Any, **changes: Any) -> Any:
+    """Return a shallow copy of a dataclass instance with other values.
+
+    Like `dataclasses.replace`, which takes several times as long since it runs the constructor: there may be as many
+    requests to change in a step as fit into it.
+    """
+    if not hasattr(instance, "__dict__"):
+        return replace(instance, **changes)
+    copy = object.__new__(type(instance))
+    copy.__dict__.update(instance.__dict__, **changes)
+    return copy
+
+
 def shortened_output(scheduler_output: Any, skipped: dict[str, int], loaded_blocks: frozenset[int]) -> Any:
     """Return a copy of the scheduler's output in which requests start later.
 
@@ -219,14 +243,14 @@ def shortened_output(scheduler_output: Any, skipped: dict[str, int], loaded_bloc
     for request_id, count in skipped.items():
         scheduled[request_id] -= count
     new = [
-        replace(request, num_computed_tokens=request.num_computed_tokens + skipped[request.req_id])
+        _changed(request, num_computed_tokens=request.num_computed_tokens + skipped[request.req_id])
         if request.req_id in skipped
         else request
         for request in scheduler_output.scheduled_new_reqs
     ]
     cached = scheduler_output.scheduled_cached_reqs
     if any(request_id in skipped for request_id in cached.req_ids):
-        cached = replace(
+        cached = _changed(
             cached,
             num_computed_tokens=[
                 computed + skipped.get(request_id, 0)
@@ -234,11 +258,11 @@ def shortened_output(scheduler_output: Any, skipped: dict[str, int], loaded_bloc
             ],
         )
     changes: dict[str, Any] = {}
-    if zeroed := getattr(scheduler_output, "new_block_ids_to_zero", None):  # 0.17.1 on
+    if zeroed := getattr(scheduler_output, "new_block_ids_to_zero", None):
         changes["new_block_ids_to_zero"] = [block for block in zeroed if block not in loaded_blocks]
-    if copies := getattr(scheduler_output, "kv_cache_block_copies", None):  # 0.26 on
+    if copies := getattr(scheduler_output, "kv_cache_block_copies", None):
         changes["kv_cache_block_copies"] = [copy for copy in copies if copy.dst_block_id not in loaded_blocks]
-    return replace(
+    return _changed(
         scheduler_output,
         scheduled_new_reqs=new,
         scheduled_cached_reqs=cached,
@@ -385,6 +409,9 @@ def require_hook_support(vllm_config: Any, role: Any, connector_class: type) -> 
 
 
 def _why_not_live(kind: str) -> str:
+    plugins = os.environ.get("VLLM_PLUGINS")
+    if plugins is not None and "kvplug" not in plugins.split(","):
+        return "VLLM_PLUGINS is set and doesn't name kvplug, add it there."
     try:
         import kvplug_hooks
     except ImportError:
@@ -396,6 +423,13 @@ def _why_not_live(kind: str) -> str:
 
 
 # -- Parallel ranks --------------------------------------------------------------------------------------------------
+
+
+def is_first_tensor_parallel_rank() -> bool:
+    """Return whether this worker is the first rank of its tensor-parallel group."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return bool(get_tp_group().rank_in_group == 0)
 
 
 def tensor_parallel_ranks() -> tuple[int, ...]:

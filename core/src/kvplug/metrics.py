@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from kvplug.log import RateLimited, get_logger
 
-__all__ = ["COUNTERS", "CounterPromMetrics", "CounterStats"]
+__all__ = ["COUNTERS", "PER_RANK", "CounterPromMetrics", "CounterStats"]
 
 _limited = RateLimited(get_logger(__name__))
 
@@ -30,7 +30,12 @@ COUNTERS: Mapping[str, str] = {
     "load_errors": "Loads that failed; the tokens were computed.",
     "save_errors": "Saves that failed; the blocks weren't stored.",
     "plugin_errors": "Hook implementations that raised.",
+    "hook_missed": "Steps with loads in which the hook wasn't called.",
 }
+
+#: Counts that differ from rank to rank. The others are about requests, the same on every tensor-parallel rank, and
+#: only the first rank reports them: vLLM adds ranks up.
+PER_RANK = frozenset({"load_errors", "save_errors", "plugin_errors", "hook_missed"})
 
 
 @dataclass
@@ -39,7 +44,7 @@ class CounterStats(KVConnectorStats):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget everything."""
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Add another rank's or step's growth to this one's."""

@@ -25,7 +25,8 @@ class BlockTables:
     def __init__(self) -> None:
         """Start with no requests."""
         self._tables: dict[str, tuple[list[int], ...]] = {}
-        self._vetoes: dict[str, str] = {}
+        #: Requests that must never be shortened, with the reason.
+        self.vetoes: dict[str, str] = {}
         self._preempted: set[str] = set()
         #: Requests that lost their blocks since the last step.
         self.preempted: set[str] = set()
@@ -46,10 +47,6 @@ class BlockTables:
         """Return a request's block ids, one list per KV-cache group. Not to be changed by the caller."""
         return self._tables[request_id]
 
-    def veto(self, request_id: str) -> str | None:
-        """Return why the request must never be shortened, or None."""
-        return self._vetoes.get(request_id)
-
     def update(self, scheduler_output: Any) -> None:
         """Take in one step of the scheduler.
 
@@ -63,13 +60,15 @@ class BlockTables:
         self.preempted = set(compat.preempted_ids(scheduler_output))
         for request_id in scheduler_output.finished_req_ids:
             self._tables.pop(request_id, None)
-            self._vetoes.pop(request_id, None)
+            self.vetoes.pop(request_id, None)
             self._preempted.discard(request_id)
         for request_id in self.preempted:
             if self._tables.pop(request_id, None) is not None:
                 self._preempted.add(request_id)
-        self.new = set()
-        self.resumed = set()
+        if self.new:
+            self.new = set()
+        if self.resumed:
+            self.resumed = set()
         self._take_new(scheduler_output)
         self._take_cached(scheduler_output)
 
@@ -82,11 +81,10 @@ class BlockTables:
                 self.resumed.add(request_id)
             else:
                 self.new.add(request_id)
-            veto = compat.static_veto(request)
-            if veto is None:
-                self._vetoes.pop(request_id, None)  # streaming input: the same id comes as new again
-            else:
-                self._vetoes[request_id] = veto
+            if (veto := compat.static_veto(request)) is not None:
+                self.vetoes[request_id] = veto
+            elif request_id in self.vetoes:  # streaming input: the same id comes as new again
+                del self.vetoes[request_id]
 
     def _take_cached(self, scheduler_output: Any) -> None:
         resumed = compat.resumed_ids(scheduler_output.scheduled_cached_reqs)

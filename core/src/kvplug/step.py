@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
-__all__ = ["Step", "StepRequest"]
+__all__ = ["BlockIds", "Step", "StepRequest"]
+
+#: Block ids of one request: one tuple per KV-cache group.
+BlockIds: TypeAlias = tuple[tuple[int, ...], ...]
 
 
-@dataclass(frozen=True)
 class StepRequest:
-    """One request that is scheduled in a step."""
+    """One request that is scheduled in a step. Read-only, and valid until the hook returns."""
+
+    __slots__ = (
+        "_block_ids",
+        "is_new",
+        "is_resumed",
+        "num_computed_tokens",
+        "num_draft_tokens",
+        "num_scheduled_tokens",
+        "num_skippable_tokens",
+        "request_id",
+    )
 
     #: vLLM's id of the request.
     request_id: str
@@ -22,9 +34,6 @@ class StepRequest:
     num_scheduled_tokens: int
     #: How many of the scheduled tokens are speculative. They are the last ones.
     num_draft_tokens: int
-    #: Block ids in order, one tuple per KV-cache group. They cover computed and scheduled tokens. Block 0 is vLLM's
-    #: null block: it stands where a sliding window has passed, and must be neither read nor written.
-    block_ids: tuple[tuple[int, ...], ...]
     #: First scheduled in this step (not after a preemption).
     is_new: bool
     #: Scheduled again after it was preempted. Its block ids are new ones.
@@ -33,11 +42,50 @@ class StepRequest:
     #: be shortened (prompt log-probabilities, pooling, prompt embeddings, encoder inputs, scheduler-side loads).
     num_skippable_tokens: int
 
+    def __init__(
+        self,
+        request_id: str,
+        *,
+        num_computed_tokens: int,
+        num_scheduled_tokens: int,
+        block_ids: BlockIds | Callable[[], BlockIds],
+        num_draft_tokens: int = 0,
+        is_new: bool = False,
+        is_resumed: bool = False,
+        num_skippable_tokens: int = 0,
+    ) -> None:
+        """Describe a request. For kvplug's dispatcher and for tests; block ids may come when they are asked for."""
+        self.request_id = request_id
+        self.num_computed_tokens = num_computed_tokens
+        self.num_scheduled_tokens = num_scheduled_tokens
+        self.num_draft_tokens = num_draft_tokens
+        self.is_new = is_new
+        self.is_resumed = is_resumed
+        self.num_skippable_tokens = num_skippable_tokens
+        self._block_ids = block_ids
+
+    @property
+    def block_ids(self) -> BlockIds:
+        """Block ids in order, one tuple per KV-cache group. They cover computed and scheduled tokens.
+
+        Block 0 is vLLM's null block: it stands where a sliding window has passed, and must be neither read nor written.
+        """
+        if callable(self._block_ids):
+            self._block_ids = self._block_ids()
+        return self._block_ids
+
+    def __repr__(self) -> str:
+        return (
+            f"StepRequest({self.request_id!r}, num_computed_tokens={self.num_computed_tokens}, "
+            f"num_scheduled_tokens={self.num_scheduled_tokens}, num_skippable_tokens={self.num_skippable_tokens})"
+        )
+
 
 class Step:
     """One scheduler step, read-only.
 
-    The same for every vLLM release and for both of its model runners. What isn't read isn't computed.
+    The same for every vLLM release and for both of its model runners. What isn't read isn't computed, so it is valid
+    until the hook returns: copy what you keep.
     """
 
     __slots__ = ("_make_requests", "_requests", "finished", "metadata", "num_scheduled_tokens", "preempted")

@@ -3,58 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from kvplug import compat
 from kvplug.requests import BlockTables
-from kvplug.step import StepRequest
+from kvplug.step import BlockIds, StepRequest
 
 __all__ = ["StepPlan", "merge_counts"]
 
 
-@dataclass(frozen=True)
 class StepPlan:
     """One step as the scheduler sent it, with the limits on shortening it.
 
     Everything is computed when asked for: most steps are decodes in which nothing can be skipped.
     """
 
-    #: vLLM's `SchedulerOutput`. Never changed.
-    scheduler_output: Any
-    #: Block tables, updated with this step.
-    tables: BlockTables
-    #: Tokens per block of each KV-cache group.
-    block_sizes: tuple[int, ...]
-    #: Whether some request has tokens promised by a scheduler-side connector.
-    scheduler_side_loads: bool = field(init=False)
+    __slots__ = ("block_sizes", "scheduler_output", "scheduler_side_loads", "tables")
 
-    def __post_init__(self) -> None:
-        """Ask once what each request's limit needs to know."""
-        object.__setattr__(self, "scheduler_side_loads", compat.has_scheduler_side_loads(self.scheduler_output))
+    def __init__(self, scheduler_output: Any, tables: BlockTables, block_sizes: tuple[int, ...]) -> None:
+        """Look at a step.
 
-    def veto(self, request_id: str) -> str | None:
-        """Return why a scheduled request must not be shortened in this step, or None.
+        Args:
+            scheduler_output: vLLM's `SchedulerOutput`. Never changed.
+            tables: Block tables, updated with this step.
+            block_sizes: Tokens per block of each KV-cache group.
 
-        The reasons are stable names, for counters.
         """
-        if request_id not in self.tables:
-            return "unknown_blocks"
-        if (reason := self.tables.veto(request_id)) is not None:
-            return reason
-        if request_id in self.scheduler_output.scheduled_encoder_inputs:
-            return "encoder_inputs"  # their output would be skipped
-        if self.scheduler_side_loads and (request_id in self.tables.new or request_id in self.tables.resumed):
-            return "scheduler_side_loads"
-        return None
+        self.scheduler_output = scheduler_output
+        self.tables = tables
+        self.block_sizes = block_sizes
+        #: Whether some request has tokens promised by a scheduler-side connector.
+        self.scheduler_side_loads = compat.has_scheduler_side_loads(scheduler_output)
 
-    def num_skippable_tokens(self, request_id: str) -> int:
-        """Return how many of a request's scheduled tokens may be skipped: not the last, nor speculative ones."""
-        scheduled: int = self.scheduler_output.num_scheduled_tokens[request_id]
-        if scheduled <= 1 or self.veto(request_id) is not None:
-            return 0
-        drafts = len(self.scheduler_output.scheduled_spec_decode_tokens.get(request_id, ()))
-        return max(0, scheduled - drafts - 1)
+    def limit(self, request_id: str) -> tuple[int, str | None]:
+        """Return how many of a request's scheduled tokens may be skipped, and why none may be.
+
+        Never the last token, never speculative ones. The reason is a stable name, for counters; it is None where there
+        is just nothing to skip.
+        """
+        output, tables = self.scheduler_output, self.tables
+        reason = None
+        if request_id not in tables:
+            reason = "unknown_blocks"
+        elif request_id in tables.vetoes:
+            reason = tables.vetoes[request_id]
+        elif request_id in output.scheduled_encoder_inputs:
+            reason = "encoder_inputs"  # their output would be skipped
+        elif self.scheduler_side_loads and (request_id in tables.new or request_id in tables.resumed):
+            reason = "scheduler_side_loads"
+        if reason is not None:
+            return 0, reason
+        limit: int = output.num_scheduled_tokens[request_id] - 1
+        if request_id in output.scheduled_spec_decode_tokens:
+            limit -= len(output.scheduled_spec_decode_tokens[request_id])
+        return max(limit, 0), None
 
     def computed_tokens(self) -> dict[str, int]:
         """Return the computed tokens, before this step, of every request that is scheduled in it."""
@@ -64,23 +67,27 @@ class StepPlan:
 
     def requests(self) -> dict[str, StepRequest]:
         """Build what a hook implementation sees of each scheduled request."""
-        output = self.scheduler_output
         computed = self.computed_tokens()
+        drafts = self.scheduler_output.scheduled_spec_decode_tokens
+        new, resumed = self.tables.new, self.tables.resumed
         return {
             request_id: StepRequest(
-                request_id=request_id,
+                request_id,
                 num_computed_tokens=computed[request_id],
                 num_scheduled_tokens=scheduled,
-                num_draft_tokens=len(output.scheduled_spec_decode_tokens.get(request_id, ())),
-                block_ids=tuple(tuple(group) for group in self.tables.block_ids(request_id))
-                if request_id in self.tables
-                else (),
-                is_new=request_id in self.tables.new,
-                is_resumed=request_id in self.tables.resumed,
-                num_skippable_tokens=self.num_skippable_tokens(request_id),
+                block_ids=partial(self._frozen_block_ids, request_id),
+                num_draft_tokens=len(drafts[request_id]) if request_id in drafts else 0,
+                is_new=request_id in new,
+                is_resumed=request_id in resumed,
+                num_skippable_tokens=self.limit(request_id)[0],
             )
-            for request_id, scheduled in output.num_scheduled_tokens.items()
+            for request_id, scheduled in self.scheduler_output.num_scheduled_tokens.items()
         }
+
+    def _frozen_block_ids(self, request_id: str) -> BlockIds:
+        if request_id not in self.tables:
+            return ()
+        return tuple(tuple(group) for group in self.tables.block_ids(request_id))
 
     def shorten(self, loaded: Mapping[str, int]) -> tuple[Any, dict[str, int], dict[str, str]]:
         """Turn counts of loaded tokens into the output for the runner.
@@ -98,14 +105,16 @@ class StepPlan:
         for request_id, count in loaded.items():
             if count <= 0:
                 continue
-            if (reason := self.veto(request_id)) is not None:
+            limit, reason = self.limit(request_id)
+            if reason is not None:
                 vetoed[request_id] = reason
-                continue
-            if (n := min(count, self.num_skippable_tokens(request_id))) > 0:
-                skipped[request_id] = n
+            elif limit > 0:
+                skipped[request_id] = min(count, limit)
         if not skipped:
             return self.scheduler_output, skipped, vetoed
-        blocks = self._blocks_of_tokens({request_id: loaded[request_id] for request_id in skipped})
+        blocks: frozenset[int] = frozenset()
+        if compat.overwrites_blocks(self.scheduler_output):
+            blocks = self._blocks_of_tokens({request_id: loaded[request_id] for request_id in skipped})
         return compat.shortened_output(self.scheduler_output, skipped, blocks), skipped, vetoed
 
     def running_counts(self, skipped: Mapping[str, int]) -> dict[str, int]:

@@ -12,7 +12,7 @@ from kvplug import compat, dispatch
 from kvplug.kv_groups import single_attention_group
 from kvplug.log import get_logger
 from kvplug.memory_budget import check_memory, ranks_on_host
-from kvplug.metrics import CounterPromMetrics, CounterStats
+from kvplug.metrics import PER_RANK, CounterPromMetrics, CounterStats
 from kvplug.namespace import namespace_fingerprint
 from kvplug.settings import L1Settings
 from kvplug_type1.metadata import Type1Metadata
@@ -59,7 +59,6 @@ class Type1Connector(KVConnectorBase_V1):  # type: ignore[misc]
         self._scheduler: Type1Scheduler | None = None
         self._worker: Type1Worker | None = None
         if role == KVConnectorRole.SCHEDULER:
-            check_memory(settings.l1_size_per_rank, ranks_on_host(vllm_config.parallel_config), what="L1")
             logger.info("kvplug: type1 settings: %s", settings.describe())
             self._scheduler = Type1Scheduler(
                 namespace=namespace_fingerprint(vllm_config, kv_cache_config, model_id=settings.model_id),
@@ -67,6 +66,8 @@ class Type1Connector(KVConnectorBase_V1):  # type: ignore[misc]
                 windowed=group.windowed,
             )
         else:
+            # Workers come first, so this is where a size that can't be had is refused.
+            check_memory(settings.l1_size_per_rank, ranks_on_host(vllm_config.parallel_config), what="L1")
             speculative = vllm_config.speculative_config
             self._worker = Type1Worker(
                 block_size=group.block_size,
@@ -121,6 +122,8 @@ class Type1Connector(KVConnectorBase_V1):  # type: ignore[misc]
         grown = self._worker.stats.take()
         if (dispatcher := dispatch.current_dispatcher()) is not None:
             grown.update(dispatcher.stats.take())
+        if grown and not compat.is_first_tensor_parallel_rank():
+            grown = {name: amount for name, amount in grown.items() if name in PER_RANK}
         return CounterStats(data=grown) if grown else None
 
     def shutdown(self) -> None:

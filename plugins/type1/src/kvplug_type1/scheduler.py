@@ -82,7 +82,9 @@ class Type1Scheduler:
     def _new_chain(self, request: Any) -> KeyChain | None:
         identity = identity_of(request, self._adapters)
         if isinstance(identity, Uncacheable):
-            _limited.warning(("uncacheable", identity.kind), "A request is neither stored nor reused: %s", identity.reason)
+            _limited.warning(
+                ("uncacheable", identity.kind), "A request is neither stored nor reused: %s", identity.reason
+            )
             return None
         return KeyChain(self._namespace, self._block_size, identity)
 
@@ -152,7 +154,7 @@ class Type1Scheduler:
         first = computed // self._block_size
         if min(end * self._block_size, last_token) <= computed:
             return None
-        if self._tables.veto(request_id) is not None or getattr(tracked.request, "skip_reading_prefix_cache", False):
+        if request_id in self._tables.vetoes or getattr(tracked.request, "skip_reading_prefix_cache", False):
             return None
         assert tracked.chain is not None
         block_ids = tuple(self._tables.block_ids(request_id)[0][first:end])

@@ -1,0 +1,155 @@
+"""Refusals at start, and what is known of runners, with stand-ins for vLLM's objects."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+import kvplug
+from kvplug import compat
+from kvplug.errors import UnsupportedError
+
+
+class Hooked:
+    @kvplug.hookimpl
+    def before_update_states(self, step):
+        return None
+
+
+class Watching:
+    @kvplug.hookimpl
+    def before_blocks_reused(self, step):
+        return None
+
+
+SCHEDULER, WORKER = SimpleNamespace(name="SCHEDULER"), SimpleNamespace(name="WORKER")
+
+
+def config(**parallel):
+    sizes = {"pipeline_parallel_size": 1, **parallel}
+    return SimpleNamespace(parallel_config=SimpleNamespace(**sizes), use_v2_model_runner=False)
+
+
+def runner_class(kind, body, module=None, base=object):
+    """Make a class that passes for one of vLLM's runners, with `execute_model` from source."""
+    name = module or compat.RUNNER_MODULES[kind]
+    namespace = {"Base": base, "__name__": name}
+    source = f"class {compat.RUNNER_CLASS}(Base):\n    def execute_model(self, scheduler_output):\n        {body}\n"
+    exec(source, namespace)
+    return namespace[compat.RUNNER_CLASS]
+
+
+CALLS = "return before_update_states(self, scheduler_output)"
+
+
+@pytest.fixture
+def v1_module(monkeypatch):
+    module = ModuleType(compat.RUNNER_MODULES["v1"])
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    return module
+
+
+@pytest.mark.parametrize("role", [SCHEDULER, WORKER])
+@pytest.mark.parametrize(
+    "parallel",
+    [{"pipeline_parallel_size": 2}, {"decode_context_parallel_size": 2}, {"prefill_context_parallel_size": 4}],
+)
+def test_e9_pipeline_and_context_parallelism_are_refused_at_start(parallel, role):
+    """A connector that decides on the worker names what ranks can't agree on, and what to use instead."""
+    with pytest.raises(
+        UnsupportedError, match=r"Hooked decides on the worker .* parallelism \(\d\): use tensor .*type2"
+    ):
+        compat.require_hook_support(config(**parallel), role, Hooked)
+
+
+def test_other_connectors_are_not_checked():
+    """Without `before_update_states` there is nothing for ranks to agree on; without hooks there is nothing at all."""
+    compat.require_hook_support(config(pipeline_parallel_size=2), SCHEDULER, Watching)
+    compat.require_hook_support(config(pipeline_parallel_size=2), WORKER, object)
+
+
+def test_the_runner_in_use_is_asked_not_the_one_that_is_imported(v1_module, monkeypatch):
+    """The connector is created from a method of vLLM's worker, whose runner decides."""
+    v1_module.GPUModelRunner = runner_class("v1", CALLS)
+    patched, stock = runner_class("v2", CALLS), runner_class("v2", "return None")
+
+    class Worker:
+        def __init__(self, runner):
+            self.model_runner = runner
+
+        def initialize_from_config(self):
+            compat.require_hook_support(config(), WORKER, Hooked)
+
+    Worker(patched()).initialize_from_config()
+    with pytest.raises(UnsupportedError, match=r"Hooked needs kvplug's hook in vllm\.v1\.worker\.gpu\.model_runner"):
+        Worker(stock()).initialize_from_config()
+
+
+def test_without_a_worker_the_configuration_decides(v1_module):
+    """A connector that is created by hand is checked against the runner that vLLM's configuration names."""
+    v1_module.GPUModelRunner = runner_class("v1", CALLS)
+    compat.require_hook_support(config(), WORKER, Hooked)
+    v1_module.GPUModelRunner = runner_class("v1", "return None")
+    with pytest.raises(UnsupportedError, match="where it isn't live"):
+        compat.require_hook_support(config(), WORKER, Hooked)
+
+
+def test_vllm_plugins_that_leaves_kvplug_out_is_named(v1_module, monkeypatch):
+    """The usual reason for a missing hook is said first."""
+    monkeypatch.setenv("VLLM_PLUGINS", "lora_filesystem_resolver")
+    v1_module.GPUModelRunner = runner_class("v1", "return None")
+    with pytest.raises(UnsupportedError, match="VLLM_PLUGINS is set and doesn't name kvplug"):
+        compat.require_hook_support(config(), WORKER, Hooked)
+
+
+def test_runners_of_other_projects_are_refused(v1_module):
+    """A runner that isn't vLLM's has no anchor: the connector says which one it met."""
+
+    class Worker:
+        model_runner = runner_class("v1", CALLS, module="other.runner")()
+
+        def initialize_from_config(self):
+            compat.require_hook_support(config(), WORKER, Hooked)
+
+    with pytest.raises(UnsupportedError, match=r"this worker uses other\.runner\.GPUModelRunner: use a connector"):
+        Worker().initialize_from_config()
+
+
+def test_how_the_hook_was_delivered(v1_module):
+    """`import` where the source was patched in memory, `file` where the call is in the file, else None."""
+    cls = runner_class("v1", CALLS)
+    assert compat.hook_delivery(cls) == "file"
+    v1_module.__kvplug_patches__ = ("before_update_states.v1",)
+    assert compat.hook_delivery(cls) == "import"
+    assert compat.hook_delivery(runner_class("v1", "return None")) is None
+
+
+def test_subclasses_inherit_the_hook_unless_they_replace_the_method(v1_module):
+    """A platform's subclass may extend `execute_model`; one that replaces it has no hook."""
+    base = runner_class("v1", CALLS)
+    assert compat.hook_delivery(type("CPUModelRunner", (base,), {})) == "file"
+    extended = runner_class("v1", "return super().execute_model(scheduler_output)", "cpu", base)
+    replaced = runner_class("v1", "return None", "cpu", base)
+    assert compat.hook_delivery(extended) == "file"
+    assert compat.hook_delivery(replaced) is None
+    assert compat.runner_kind(extended) == "v1"
+
+
+def test_device_side_counts_are_the_second_runners():
+    """Only the second runner keeps counts of running requests on the device."""
+    states = SimpleNamespace(num_computed_tokens=SimpleNamespace(gpu=[0, 0, 0]), req_id_to_index={"a": 2, "b": 0})
+    second = runner_class("v2", CALLS)()
+    second.req_states = states
+    compat.set_device_computed_tokens(second, {"a": 7})
+    assert states.num_computed_tokens.gpu == [0, 0, 7]
+    compat.set_device_computed_tokens(runner_class("v1", CALLS)(), {"a": 7})
+
+
+def test_releases_that_do_not_tell_about_scheduler_side_loads():
+    """Before 0.29 nothing says whether a step has them: certain and possible are two questions."""
+    old, no, yes = SimpleNamespace(), SimpleNamespace(has_sync_kv_loads=False), SimpleNamespace(has_sync_kv_loads=True)
+    assert [compat.has_scheduler_side_loads(o) for o in (old, no, yes)] == [False, False, True]
+    assert [compat.may_have_scheduler_side_loads(o) for o in (old, no, yes)] == [True, False, True]
