@@ -1,0 +1,180 @@
+"""type1 beside other features of an engine: draft layers, other connectors, failing loads."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from support import engines
+from support import llm as engine
+from support.driver import Corrupt, Generate, OneByOne, ResetLocal, counts, drive, leftovers, type1
+from support.llm import compare
+
+pytestmark = pytest.mark.engine
+
+BLOCK = 32
+CLOSE = 1e-5
+
+
+def prompt(length, seed):
+    rng = random.Random(seed)
+    return [rng.randrange(256) for _ in range(length)]
+
+
+def eagle(*, model, draft, prompts, too_early=False):
+    """Serve with an EAGLE draft cold and warm, and compare what was stored with the paged cache after the step.
+
+    `too_early` saves when vLLM asks for finished transfers, which on the first runner is before the draft runs.
+    """
+    import numpy as np
+
+    from kvplug.store import Slab
+
+    llm = engine.make_llm(
+        model,
+        connector=type1(),
+        speculative_config={"method": "eagle", "model": draft, "num_speculative_tokens": 3},
+    )
+    worker = engine.connector(llm).worker
+    saved = {}
+    inner = worker.save
+
+    def save(metadata):
+        inner(metadata)
+        for request in metadata.saves:
+            saved.update(zip(request.keys, request.block_ids, strict=True))
+
+    worker.save = save
+    if too_early:
+        connector = engine.connector(llm)
+        connector.get_finished = lambda _ids: (connector.wait_for_save(), (None, None))[1]
+    cold = engine.generate(llm, prompts, 40)
+    layers = len(worker.paged.layers)
+    slab = Slab(1, worker.paged.block_bytes)
+    different = 0
+    for key, block in saved.items():
+        worker.paged.gather([block], slab, [0]).wait()
+        with worker.tier.reading([key]) as (slot,):
+            different += not np.array_equal(
+                slab.view(0)[: worker.paged.block_bytes], worker.tier.slab.view(slot)[: worker.paged.block_bytes]
+            )
+    engine.reset_local_cache(llm)
+    warm = engine.generate(llm, prompts, 40)
+    return cold, warm, layers, len(saved), different, counts(llm), leftovers(llm)
+
+
+def test_e8_draft_layers_are_saved_after_the_draft_ran(runner, models):
+    """E8: what is stored of a block equals the paged cache when the step is over, EAGLE's layer included.
+
+    Tokens equal plain greedy decoding, cold and warm. The last block of a hit isn't used.
+    """
+    prompts = [prompt(150, 1), prompt(70, 2)]
+    plain = engines.run(drive, runner="v1", model=models("llama"), script=[Generate(prompts, 40)])
+    cold, warm, layers, saved, different, totals, left = engines.run(
+        eagle, runner=runner, timeout=300, model=models("llama"), draft=models("llama_eagle"), prompts=prompts
+    )
+    assert layers == 4 + 1
+    assert saved >= 150 // BLOCK + 70 // BLOCK
+    assert different == 0
+    for outputs in (cold, warm):
+        assert [o.tokens for o in outputs] == [o.tokens for o in plain.rounds[0].outputs]
+    assert totals["tokens_loaded"] == (150 // BLOCK - 1 + 70 // BLOCK - 1) * BLOCK
+    assert not any(left.values())
+
+
+def test_e8_the_control(models):
+    """Saved before the draft runs, EAGLE's layer isn't what the paged cache has when the step is over."""
+    arguments = {"model": models("llama"), "draft": models("llama_eagle"), "prompts": [prompt(150, 1)]}
+    _, _, _, saved, different, _, _ = engines.run(eagle, timeout=300, too_early=True, **arguments)
+    assert different == saved
+
+
+def beside_example(*, model, prompts, storage):
+    """Serve with type1 behind vLLM's ExampleConnector under MultiConnector: the first one that has tokens loads."""
+    from kvplug import dispatch
+
+    example = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": storage},
+    }
+    both = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [example, type1()]},
+    }
+    llm = engine.make_llm(model, connector=both)
+    worker = engine.connector(llm)._connectors[1].worker
+    rounds = []
+    for ask in (prompts[:1], prompts, prompts[1:]):
+        engine.reset_local_cache(llm)
+        before = Counter(worker.stats.totals())
+        outputs = [engine.generate(llm, [text], 4)[0] for text in ask]
+        rounds.append((outputs, Counter(worker.stats.totals()) - before))
+    return rounds, dict(dispatch.current_dispatcher().stats.totals())
+
+
+def test_f4_beside_another_connector(models, tmp_path):
+    """F4, F7: under MultiConnector beside vLLM's ExampleConnector outputs are right whoever loads.
+
+    What the other connector loads isn't stored by type1: it can't vouch for it.
+    """
+    prompts = [prompt(161, 3), prompt(97, 4)]
+    plain = engines.run(drive, model=models("llama"), script=[OneByOne(prompts, 4)])
+    expected = plain.rounds[0].outputs
+    rounds, _ = engines.run(beside_example, model=models("llama"), prompts=prompts, storage=str(tmp_path), timeout=300)
+    (first, _), (second, _), (third, _) = rounds
+    compare(first, expected[:1], atol=CLOSE)
+    compare(second, expected, atol=CLOSE)
+    compare(third, expected[1:], atol=CLOSE)
+
+
+def failing(*, model, prompts, what):
+    """Serve while loads, or saves, raise in the middle of their work."""
+    llm = engine.make_llm(model, connector=type1())
+    worker = engine.connector(llm).worker
+    outputs = [engine.generate(llm, prompts, 4)]
+    engine.reset_local_cache(llm)
+    inner = getattr(worker.paged, what)
+    calls = []
+
+    def fail(*args):
+        calls.append(args)
+        inner(*args)
+        raise ConnectionError("the store is gone")
+
+    setattr(worker.paged, what, fail)
+    if what == "gather":
+        worker.tier.clear()
+    outputs.append(engine.generate(llm, prompts, 4))
+    setattr(worker.paged, what, inner)
+    engine.reset_local_cache(llm)
+    outputs.append(engine.generate(llm, prompts, 4))
+    return outputs, len(calls), counts(llm), leftovers(llm)
+
+
+@pytest.mark.parametrize("what", ["scatter", "gather"])
+def test_a2_a4_a7_failures_while_serving(runner, models, what):
+    """A2, A4, A7: a load or save that fails, even after it moved data, costs hits and nothing else; it recovers."""
+    prompts = [prompt(150, 5)]
+    plain = engines.run(drive, model=models("llama"), script=[OneByOne(prompts, 4)])
+    outputs, calls, totals, left = engines.run(
+        failing, runner=runner, model=models("llama"), prompts=prompts, what=what
+    )
+    assert calls == 1
+    assert totals["load_errors" if what == "scatter" else "save_errors"] == 1
+    for one in outputs:
+        compare(one, plain.rounds[0].outputs, atol=CLOSE)
+    assert totals["tokens_loaded"] == (128 if what == "scatter" else 0)
+    assert not any(left.values())
+
+
+def test_a_deaf_hook_would_be_noticed(models):
+    """The control of all equality tests here: spoilt blocks change the outputs."""
+    prompts = [prompt(150, 5)]
+    script = [OneByOne(prompts, 4), Corrupt(), ResetLocal(), OneByOne(prompts, 4)]
+    ours = engines.run(drive, model=models("llama"), connector=type1(), script=script)
+    with pytest.raises(AssertionError, match="request 0"):
+        compare(ours.rounds[1].outputs, ours.rounds[0].outputs, atol=CLOSE)
