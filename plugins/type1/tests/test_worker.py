@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvplug.paged import Transfer
 from kvplug_type1.metadata import LoadRequest, SaveRequest, Type1Metadata
 from kvplug_type1.worker import Type1Worker
 
@@ -140,6 +141,89 @@ def raising(error):
         raise error
 
     return raise_it
+
+
+class Event:
+    """Stands in for a CUDA event: a copy that ends when the test says so."""
+
+    def __init__(self):
+        self.ended, self.error = False, None
+
+    def query(self):
+        if self.error:
+            raise self.error
+        return self.ended
+
+    def synchronize(self):
+        self.ended = True
+        self.query()
+
+
+def later(worker, monkeypatch, what):
+    """Let copies of one kind end when the returned event says so."""
+    event = Event()
+    inner = getattr(worker.paged, what)
+
+    def copy(*args):
+        inner(*args)
+        return Transfer(event)
+
+    monkeypatch.setattr(worker.paged, what, copy)
+    return event
+
+
+def test_a_save_is_found_once_it_has_been_copied(worker, monkeypatch):
+    """On a GPU the host doesn't wait for copies: a block can't be found, nor its slot reused, before it is there."""
+    event = later(worker, monkeypatch, "gather")
+    worker.save(save(KEYS[:2], [3, 5]))
+    assert worker.load(load(KEYS[:2], [7, 8])) == {"a": 0}
+    worker.save(save(KEYS[:2], [3, 5]))
+    assert worker.tier.allocator.used == 2
+    event.ended = True
+    assert worker.load(load(KEYS[:2], [7, 8])) == {"a": 8}
+    assert worker.stats.get("blocks_saved") == 2
+
+
+def test_a_block_stays_pinned_until_it_has_been_copied(worker, monkeypatch):
+    """B5: while a copy out of the slab runs, its slots aren't evicted."""
+    worker.save(save(KEYS[:2], [3, 5]))
+    event = later(worker, monkeypatch, "scatter")
+    assert worker.load(load(KEYS[:2], [7, 8])) == {"a": 8}
+    assert sum(worker.tier.allocator._pins) == 2
+    worker.save(save(KEYS[2:10], range(1, 9)))
+    assert worker.tier.allocator.prefix_length(KEYS[:2]) == 2
+    event.ended = True
+    worker.load(Type1Metadata())
+    assert sum(worker.tier.allocator._pins) == 0
+
+
+def test_a_copy_that_fails_later_is_a_miss(worker, monkeypatch, caplog):
+    """A7: the device may report a failed copy when it is asked for: the block isn't stored, and serving goes on."""
+    event = later(worker, monkeypatch, "gather")
+    worker.save(save(KEYS[:2], [3, 5]))
+    event.error = RuntimeError("illegal memory access")
+    assert worker.load(load(KEYS[:2], [7, 8])) == {"a": 0}
+    assert worker.stats.get("save_errors") == 1
+    assert worker.tier.allocator.used == 0
+    assert "illegal memory access" in caplog.text
+
+
+def test_a_reset_while_a_save_is_under_way(worker, monkeypatch):
+    """D9: what was being copied when the cache was reset isn't found afterwards."""
+    event = later(worker, monkeypatch, "gather")
+    worker.save(save(KEYS[:2], [3, 5]))
+    assert worker.load(load(KEYS[:2], [7, 8], reset_count=1)) == {"a": 0}
+    event.ended = True
+    assert worker.load(load(KEYS[:2], [7, 8], reset_count=1)) == {"a": 0}
+    assert worker.tier.allocator.used == 0
+
+
+def test_closing_waits_for_copies(worker, monkeypatch):
+    """Memory that a copy still writes to isn't given back."""
+    event = later(worker, monkeypatch, "gather")
+    worker.save(save(KEYS[:2], [3, 5]))
+    worker.close()
+    assert event.ended
 
 
 def test_d9_a_reset_forgets_everything_before_the_next_load(worker):

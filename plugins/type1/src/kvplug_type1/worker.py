@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from kvplug.log import RateLimited, get_logger
-from kvplug.paged import PagedCache
+from kvplug.paged import PagedCache, Transfer
 from kvplug.stats import Stats
-from kvplug.store import MemoryTier
+from kvplug.store import MemoryTier, SlotRef
 from kvplug_type1.metadata import LoadRequest, SaveRequest, Type1Metadata
 
 __all__ = ["Type1Worker"]
@@ -38,6 +40,8 @@ class Type1Worker:
         self._paged: PagedCache | None = None
         self._tier: MemoryTier | None = None
         self._reset_count = 0
+        # Copies under way, oldest first: what to do when one has ended, and instead if it failed.
+        self._pending: deque[tuple[Transfer, Callable[[], None], Callable[[], None] | None]] = deque()
         #: Metadata of the last step for which the hook was called.
         self._hooked: Type1Metadata | None = None
         self.stats = Stats()
@@ -95,25 +99,32 @@ class Type1Worker:
 
         """
         self._hooked = metadata
+        self._settle()
         if metadata.reset_count != self._reset_count:
             self.tier.clear()
             self._reset_count = metadata.reset_count
-        return {load.request_id: self._load_one(load) for load in metadata.loads}
+        loaded = {load.request_id: self._load_one(load) for load in metadata.loads}
+        self._settle()
+        return loaded
 
     def _load_one(self, load: LoadRequest) -> int:
         self.stats.add("blocks_looked_up", len(load.keys))
+        allocator = self.tier.allocator
+        pinned = allocator.pin_prefix(load.keys)
         try:
-            with self.tier.reading(load.keys) as slots:
-                num_blocks = len(slots) - (1 if self._drop_last_hit and slots else 0)
-                tokens = self._tokens(load, num_blocks)
-                if tokens <= 0:
-                    return 0
-                self.paged.scatter(self.tier.slab, slots[:num_blocks], load.block_ids[:num_blocks]).wait()
+            num_blocks = len(pinned) - (1 if self._drop_last_hit and pinned else 0)
+            tokens = self._tokens(load, num_blocks)
+            if tokens > 0:
+                slots = [ref.slot for ref in pinned[:num_blocks]]
+                transfer = self.paged.scatter(self.tier.slab, slots, load.block_ids[:num_blocks])
+                self._pending.append((transfer, partial(allocator.unpin, pinned), None))
+                pinned = []
         except Exception as error:  # noqa: BLE001 - a failed load is a miss, whatever it was
-            self.stats.add("load_errors")
-            _limited.warning(
-                ("load", type(error)), "A load failed; its tokens are computed: %s: %s", type(error).__name__, error
-            )
+            self._failed("load", error)
+            return 0
+        finally:
+            allocator.unpin(pinned)
+        if tokens <= 0:
             return 0
         self.stats.add("blocks_hit", num_blocks)
         self.stats.add("tokens_loaded", tokens)
@@ -125,33 +136,67 @@ class Type1Worker:
         return load.first_token + num_blocks * self._block_size - load.num_computed_tokens
 
     def save(self, metadata: Type1Metadata) -> None:
-        """Copy blocks that this step completed to the host. Returns when the paged blocks may change again."""
+        """Copy blocks that this step completed to the host.
+
+        On a GPU this returns before they are copied; later compute on the current stream waits for that.
+        """
         if metadata.loads and self._hooked is not metadata:
             _limited.warning("hook", "A step had loads but the hook wasn't called: run kvplug doctor.")
             self.stats.add("hook_missed")
         for save in metadata.saves:
             self._save_one(save)
+        self._settle()
 
     def _save_one(self, save: SaveRequest) -> None:
-        evicted, refused = self.tier.allocator.evictions, self.tier.allocator.refused
-        try:
-            with self.tier.writing(save.keys) as slots:
-                pairs = [(b, s) for b, s in zip(save.block_ids, slots, strict=True) if s is not None]
-                if pairs:
-                    block_ids, to = zip(*pairs, strict=True)
-                    self.paged.gather(block_ids, self.tier.slab, to).wait()
-        except Exception as error:  # noqa: BLE001 - a failed save is a later miss, whatever it was
-            self.stats.add("save_errors")
-            _limited.warning(
-                ("save", type(error)), "A save failed; the blocks aren't stored: %s: %s", type(error).__name__, error
-            )
+        allocator = self.tier.allocator
+        evicted, refused = allocator.evictions, allocator.refused
+        reserved = allocator.reserve(save.keys)
+        self.stats.add("blocks_evicted", allocator.evictions - evicted)
+        self.stats.add("saves_refused", allocator.refused - refused)
+        pairs = [(block, ref) for block, ref in zip(save.block_ids, reserved, strict=True) if ref is not None]
+        if not pairs:
             return
-        self.stats.add("blocks_saved", len(pairs))
-        self.stats.add("blocks_evicted", self.tier.allocator.evictions - evicted)
-        self.stats.add("saves_refused", self.tier.allocator.refused - refused)
+        block_ids, refs = zip(*pairs, strict=True)
+        try:
+            transfer = self.paged.gather(block_ids, self.tier.slab, [ref.slot for ref in refs])
+        except Exception as error:  # noqa: BLE001 - a failed save is a later miss, whatever it was
+            allocator.abandon(refs)
+            self._failed("save", error)
+            return
+        self._pending.append((transfer, partial(self._publish, refs), partial(allocator.abandon, refs)))
+
+    def _publish(self, refs: Sequence[SlotRef]) -> None:
+        self.stats.add("blocks_saved", self.tier.allocator.publish(refs))
+
+    def _settle(self, *, wait: bool = False) -> None:
+        """Unpin and publish what has been copied. Copies on a GPU end while the host goes on; others have ended."""
+        while self._pending:
+            transfer, finish, give_up = self._pending[0]
+            try:
+                if wait:
+                    transfer.wait()
+                elif not transfer.done():
+                    return
+            except Exception as error:  # noqa: BLE001 - the device may report anything
+                self._failed("save" if give_up else "load", error)
+                finish = give_up or finish
+            self._pending.popleft()
+            finish()
+
+    def _failed(self, what: str, error: Exception) -> None:
+        self.stats.add(f"{what}_errors")
+        _limited.warning(
+            (what, type(error)),
+            "A %s failed, its tokens are %s: %s: %s",
+            what,
+            "computed" if what == "load" else "not stored",
+            type(error).__name__,
+            error,
+        )
 
     def close(self) -> None:
         """Give the host memory back. May be called again."""
         if self._tier is not None:
+            self._settle(wait=True)
             self._tier.close()
             self._tier = None
