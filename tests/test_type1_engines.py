@@ -132,7 +132,7 @@ def test_many_at_once_with_evictions(runner, models):
 def test_c2_preemption_and_resume(runner, models):
     """Requests that don't fit are preempted and resumed, loads included, and what was saved of them is right.
 
-    C6, and the scheduler's own object isn't changed: the driver checks its count of tokens in flight at each preemption.
+    C6, and the scheduler's own object isn't changed: the driver checks the tokens in flight at each preemption.
     """
     # Three prompts of five blocks, and two more each to generate, in a cache of 15 blocks. Without vLLM's own prefix
     # cache a resumed request has only L1 to find its blocks in.

@@ -91,6 +91,28 @@ def test_e8_the_control(models):
     assert different == saved
 
 
+def test_c15_asynchronous_scheduling(runner, models):
+    """C15: the scheduler runs ahead of the tokens: decoded blocks are stored right, preemptions and chunks included."""
+    prompts = [prompt(156 + i, 40 + i) for i in range(3)]
+    arguments = {"model": models("llama"), "num_gpu_blocks": 16, "max_model_len": 256, "max_num_batched_tokens": 100}
+    plain = engines.run(drive, model=models("llama"), script=[OneByOne(prompts, 40)])
+    answers = [o.tokens for o in plain.rounds[0].outputs]
+    longer = [[*text, *answer[:39]] for text, answer in zip(prompts, answers, strict=True)]
+    plain_longer = engines.run(drive, model=models("llama"), script=[OneByOne(longer, 4)])
+    script = [Generate(prompts, 40), ResetLocal(), OneByOne(longer, 4), Corrupt(), ResetLocal(), OneByOne(longer, 4)]
+    ours = engines.run(
+        drive, runner=runner, timeout=300, connector=type1(), asynchronous=True, script=script, **arguments
+    )
+    compare(ours.rounds[0].outputs, plain.rounds[0].outputs, atol=CLOSE)
+    compare(ours.rounds[1].outputs, plain_longer.rounds[0].outputs, atol=CLOSE)
+    assert ours.preemptions > 0
+    # All of the 195 or so tokens but the last block's rest were stored, generated ones included.
+    assert ours.rounds[1].counts["tokens_loaded"] > 3 * 170
+    with pytest.raises(AssertionError, match="request"):
+        compare(ours.rounds[2].outputs, plain_longer.rounds[0].outputs, atol=CLOSE)
+    assert not any(ours.leftovers.values())
+
+
 def beside_example(*, model, prompts, storage):
     """Serve with type1 behind vLLM's ExampleConnector under MultiConnector: the first one that has tokens loads."""
     from kvplug import dispatch

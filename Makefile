@@ -1,0 +1,42 @@
+# make demo    builds the environment and runs the demo; options: make demo ARGS="..."
+# make test    builds the environment, then all checks and tests
+# make check   the fast loop: lint, format, types, unit tests
+# make env     builds the environment only; options: make env ARGS="--torch-index URL"
+# make clean   removes what was built, but for the environment; make distclean removes that, too
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check env lint built clean distclean
+
+help:
+	@grep '^# make' Makefile | cut -c 3-
+
+demo: built
+	@$(BIN)/python scripts/demo.py $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest $(ARGS)
+
+check: lint
+	$(BIN)/python -m pytest -m "not engine and not install" $(ARGS)
+
+# ARGS are those of the target that was asked for, so only `make env` passes them to the set-up.
+env:
+	@$(PYTHON) scripts/setup_env.py $(ARGS)
+
+built:
+	@$(PYTHON) scripts/setup_env.py
+
+lint: built
+	$(BIN)/python -m ruff check
+	$(BIN)/python -m ruff format --check
+	$(BIN)/python -m mypy
+
+clean:
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache
+	find core hooks plugins tests scripts benchmarks -name __pycache__ -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf .venv

@@ -1,0 +1,3 @@
+"""Rules for all tests of the workspace."""
+
+pytest_plugins = ["support.skips"]

@@ -1,0 +1,228 @@
+"""A job that takes one engine through a script, for comparing an engine with a connector to one without.
+
+plain = engines.run(drive, model=…, script=[Generate(prompts)])
+ours = engines.run(drive, model=…, connector=TYPE1, script=[Generate(prompts), ResetLocal(), Generate(prompts)])
+compare(ours.rounds[1].outputs, plain.rounds[0].outputs)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from support import llm as engine
+from support.llm import Output
+
+#: A `kv_transfer_config` as a user would write it, with little memory.
+TYPE1: dict[str, Any] = {
+    "kv_connector": "Type1Connector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"l1_size_per_rank": "64MiB"},
+}
+
+
+def type1(**settings: Any) -> dict[str, Any]:
+    """Return `TYPE1` with other settings."""
+    return TYPE1 | {"kv_connector_extra_config": TYPE1["kv_connector_extra_config"] | settings}
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Generate for some prompts at once; see `support.llm.generate`."""
+
+    prompts: Sequence[Sequence[int]]
+    max_tokens: int = 8
+    lora: tuple[int, str] | None = None
+    salt: str | None = None
+    sampling: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class OneByOne:
+    """Generate for some prompts, each alone."""
+
+    prompts: Sequence[Sequence[int]]
+    max_tokens: int = 8
+
+
+@dataclass(frozen=True)
+class ResetLocal:
+    """Empty vLLM's own prefix cache."""
+
+
+@dataclass(frozen=True)
+class ResetAll:
+    """Empty vLLM's own prefix cache and the connector's store."""
+
+
+@dataclass(frozen=True)
+class Corrupt:
+    """Spoil the blocks in the connector's L1: the negative control of an equality test."""
+
+
+@dataclass(frozen=True)
+class Abort:
+    """Start requests, take some steps, and abort them."""
+
+    prompts: Sequence[Sequence[int]]
+    num_steps: int = 1
+
+
+@dataclass(frozen=True)
+class Round:
+    """What came of one `Generate` or `OneByOne`."""
+
+    outputs: list[Output]
+    #: What the connector's and the dispatcher's counts grew by.
+    counts: Counter[str]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a script left behind."""
+
+    rounds: list[Round]
+    #: Preemptions over the whole script.
+    preemptions: int
+    #: State that must be 0 when nothing is running.
+    leftovers: dict[str, int]
+
+
+def drive(
+    *,
+    model: str,
+    script: Sequence[Any],
+    connector: dict[str, Any] | None = None,
+    asynchronous: bool = False,
+    **engine_args: Any,
+) -> Result:
+    """Start an engine and take it through a script.
+
+    `asynchronous` forces asynchronous scheduling, which vLLM switches off on CPUs: the next step is scheduled before
+    the results of this one are known.
+    """
+    if asynchronous:
+        _keep_asynchronous_scheduling()
+    llm = engine.make_llm(model, connector=connector, **engine_args)
+    assert asynchronous == (type(engine.scheduler(llm)).__name__ == "AsyncScheduler")
+    preemptions = _count_preemptions(llm)
+    rounds = []
+    for operation in script:
+        before = counts(llm) if connector else Counter()
+        outputs = _do(llm, operation)
+        if outputs is not None:
+            grown = counts(llm) if connector else Counter()
+            grown.subtract(before)
+            rounds.append(Round(outputs, grown))
+    return Result(rounds, len(preemptions), leftovers(llm) if connector else {})
+
+
+def _keep_asynchronous_scheduling() -> None:
+    from vllm.platforms.cpu import CpuPlatform
+
+    inner = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+        inner(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+
+
+def _do(llm: Any, operation: Any) -> list[Output] | None:
+    match operation:
+        case Generate(prompts, max_tokens, lora, salt, sampling):
+            return engine.generate(llm, prompts, max_tokens, lora=lora, salt=salt, **sampling)
+        case OneByOne(prompts, max_tokens):
+            return [engine.generate(llm, [prompt], max_tokens)[0] for prompt in prompts]
+        case ResetLocal():
+            engine.reset_local_cache(llm)
+        case ResetAll():
+            assert llm.llm_engine.reset_prefix_cache(reset_connector=True)
+        case Corrupt():
+            corrupt(llm)
+        case Abort(prompts, num_steps):
+            abort(llm, prompts, num_steps)
+        case _:
+            raise TypeError(f"unknown operation {operation!r}")
+    return None
+
+
+def counts(llm: Any) -> Counter[str]:
+    """Return the counts of the live type1 worker and of the dispatcher, since the start."""
+    from kvplug import dispatch
+
+    totals = Counter(engine.connector(llm).worker.stats.totals())
+    if (dispatcher := dispatch.current_dispatcher()) is not None:
+        totals.update(dispatcher.stats.totals())
+    return totals
+
+
+def leftovers(llm: Any) -> dict[str, int]:
+    """Return what is still held for requests that are gone. One more step lets everyone hear of the last ones."""
+    from kvplug import dispatch
+
+    engine.generate(llm, [[1]], 1)
+    dispatcher = dispatch.current_dispatcher()
+    assert dispatcher is not None
+    scheduler = engine.scheduler(llm).connector.scheduler
+    allocator = engine.connector(llm).worker.tier.allocator
+    return {
+        "requests tracked": scheduler.num_tracked_requests,
+        # The last request is reported as finished in the step after it.
+        "tables of the scheduler half": max(0, len(scheduler._tables) - 1),
+        "tables of the dispatcher": max(0, len(dispatcher._tables) - 1),
+        "pins": sum(allocator._pins),
+    }
+
+
+def corrupt(llm: Any) -> None:
+    """Give every key another block's KV, with the layers exchanged.
+
+    Exchanging blocks alone wouldn't do: attention doesn't care in which order a sequence's KV comes.
+    """
+    import numpy as np
+
+    tier = engine.connector(llm).worker.tier
+    used = tier.allocator.used
+    assert used > 1, "nothing to exchange"
+    contents = [tier.slab.view(slot).copy() for slot in range(used)]
+    for slot in range(used):
+        tier.slab.view(slot)[:] = np.roll(contents[(slot + 1) % used], tier.slab.slot_bytes // 2)
+
+
+def abort(llm: Any, prompts: Sequence[Sequence[int]], num_steps: int) -> None:
+    """Add requests, run some steps, abort all of them."""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    ids = [f"abort-{number}" for number in range(len(prompts))]
+    for request_id, prompt in zip(ids, prompts, strict=True):
+        llm.llm_engine.add_request(
+            request_id, TokensPrompt(prompt_token_ids=list(prompt)), SamplingParams(max_tokens=64, ignore_eos=True)
+        )
+    for _ in range(num_steps):
+        llm.llm_engine.step()
+    llm.llm_engine.abort_request(ids)
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+
+
+def _count_preemptions(llm: Any) -> list[int]:
+    """Record each preemption, with the tokens that the scheduler still believes to be in flight."""
+    scheduler = engine.scheduler(llm)
+    synchronous = type(scheduler).__name__ != "AsyncScheduler"
+    inner = scheduler._preempt_request
+    seen: list[int] = []
+
+    def preempt(request: Any, *args: Any, **kwargs: Any) -> Any:
+        in_flight = getattr(request, "num_in_flight_tokens", 0)
+        # Its own bookkeeping reads the scheduler's output after the step: a worker that changed it leaves a rest here.
+        assert in_flight == 0 or not synchronous, f"{in_flight} tokens in flight at a preemption"
+        seen.append(in_flight)
+        return inner(request, *args, **kwargs)
+
+    scheduler._preempt_request = preempt
+    return seen

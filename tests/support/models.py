@@ -1,0 +1,222 @@
+"""Tiny random-weight models whose greedy output depends on the prompt.
+
+A model with the usual small initialisation repeats one token whatever its KV is: it can't show that wrong KV was
+read. So weights here are scaled to keep activations and logits large (see `_scale_weights`).
+
+`model_path` makes the whole set once, in a process of its own (torch stays out of pytest's), and keeps it in
+``build/test-models``, keyed by this file's content. All models have a byte-level tokenizer of 256 + 3 tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+#: Number of token ids that are bytes: prompts take ids in ``range(BYTES)``. Three special tokens follow.
+BYTES = 256
+
+_SPECIAL = ["<s>", "</s>", "<pad>"]
+_HIDDEN = 128
+_HEAD = 32
+_KV_HEADS = 2
+_LAYERS = 4
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": BYTES + len(_SPECIAL),
+    "bos_token_id": BYTES,
+    "eos_token_id": BYTES + 1,
+    "pad_token_id": BYTES + 2,
+    "hidden_size": _HIDDEN,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": _KV_HEADS,
+    "head_dim": _HEAD,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
+
+
+@functools.cache
+def model_path(name: str) -> str:
+    """Return the folder of a model, as vLLM takes it, making the set of models first where it is missing.
+
+    Args:
+        name: ``llama`` (4 layers, grouped-query attention), ``mistral_sliding`` (all layers have a sliding window of
+            64 tokens), ``gemma3`` (sliding and full layers: several KV-cache groups), ``lora1`` and ``lora2``
+            (adapters of ``llama``), ``llama_eagle`` (EAGLE head for ``llama``) or ``llama_draft`` (its first two
+            layers, a draft model).
+
+    Raises:
+        KeyError: no such model.
+        subprocess.CalledProcessError: the models could not be made.
+    """
+    key = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
+    target = _ROOT / "build" / "test-models" / key
+    if not target.is_dir():
+        # -P: the modules beside this file are not importable by their short names
+        subprocess.run([sys.executable, "-P", __file__, str(target)], check=True, stdin=subprocess.DEVNULL)
+    path = target / name
+    if not path.is_dir():
+        raise KeyError(f"no test model is called {name!r}; there are {sorted(p.name for p in target.iterdir())}")
+    return str(path)
+
+
+def _make_all(target: Path) -> None:
+    """Make the set in a temporary folder and move it into place; who comes second keeps the first one's."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=".making-", dir=target.parent))
+    try:
+        _make_base_models(scratch)
+        _make_lora_adapters(scratch, target)
+        _make_eagle_head(scratch)
+        _make_draft_model(scratch)
+        with contextlib.suppress(OSError):  # another process was first
+            scratch.rename(target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    if not target.is_dir():
+        raise FileNotFoundError(f"could not move the models to {target}")
+
+
+def _make_base_models(folder: Path) -> None:
+    import transformers as hf
+
+    hf.utils.logging.disable_progress_bar()
+    _save(folder / "llama", hf.LlamaForCausalLM(hf.LlamaConfig(**_COMMON, num_hidden_layers=_LAYERS)))
+    _save(
+        folder / "mistral_sliding",
+        hf.MistralForCausalLM(hf.MistralConfig(**_COMMON, num_hidden_layers=2, sliding_window=64)),
+    )
+    gemma = hf.Gemma3TextConfig(
+        **_COMMON | {"tie_word_embeddings": True},
+        num_hidden_layers=6,
+        query_pre_attn_scalar=_HEAD,
+        sliding_window=64,
+        layer_types=(["sliding_attention"] * 2 + ["full_attention"]) * 2,
+    )
+    # Gemma multiplies embeddings by sqrt(hidden_size), and its head is the embedding.
+    _save(folder / "gemma3", hf.Gemma3ForCausalLM(gemma), embedding_std=0.1)
+
+
+def _save(folder: Path, model: Any, embedding_std: float = 0.5) -> None:
+    _scale_weights(model, embedding_std)
+    model.save_pretrained(folder)
+    _save_tokenizer(folder)
+
+
+def _scale_weights(model: torch.nn.Module, embedding_std: float) -> None:
+    """Draw all matrices again, large enough that each layer changes its input and logits differ widely."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim < 2:  # norms keep their initial values
+                continue
+            if "embed" in name:
+                std = embedding_std
+            elif "lm_head" in name:
+                std = 3.0 / math.sqrt(weight.shape[-1])
+            else:
+                std = 1.6 / math.sqrt(weight.shape[-1])
+            weight.copy_(torch.randn(weight.shape, generator=generator) * std)
+
+
+def _save_tokenizer(folder: Path) -> None:
+    """Write a byte-level tokenizer: one token per byte of UTF-8, ids in the order of the alphabet."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet()) + _SPECIAL
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    ).save_pretrained(folder)
+
+
+def _make_lora_adapters(folder: Path, final: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    rank = 8
+    outputs = {"q_proj": _HIDDEN, "k_proj": _KV_HEADS * _HEAD, "v_proj": _KV_HEADS * _HEAD, "o_proj": _HIDDEN}
+    generator = torch.Generator().manual_seed(7)
+    for name in ("lora1", "lora2"):
+        weights = {}
+        for layer in range(_LAYERS):
+            for module, size in outputs.items():
+                prefix = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+                weights[f"{prefix}.lora_A.weight"] = torch.randn(rank, _HIDDEN, generator=generator) * 0.1
+                weights[f"{prefix}.lora_B.weight"] = torch.randn(size, rank, generator=generator) * 0.1
+        (folder / name).mkdir()
+        save_file(weights, folder / name / "adapter_model.safetensors")
+        config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "r": rank,
+            "lora_alpha": 2 * rank,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "base_model_name_or_path": str(final / "llama"),
+            "target_modules": sorted(outputs),
+        }
+        (folder / name / "adapter_config.json").write_text(json.dumps(config))
+
+
+def _make_eagle_head(folder: Path) -> None:
+    import torch
+
+    generator = torch.Generator().manual_seed(11)
+    weights = {
+        name.removeprefix("model."): weight
+        for name, weight in _llama_weights(folder).items()
+        if name.startswith("model.layers.0.") and "input_layernorm" not in name  # EAGLE's first layer has no such norm
+    }
+    weights["fc.weight"] = torch.randn(_HIDDEN, 2 * _HIDDEN, generator=generator) / 16
+    _derive_from_llama(folder, "llama_eagle", weights, layers=1)
+
+
+def _make_draft_model(folder: Path) -> None:
+    dropped = ("model.layers.2.", "model.layers.3.")
+    weights = {name: w for name, w in _llama_weights(folder).items() if not name.startswith(dropped)}
+    _derive_from_llama(folder, "llama_draft", weights, layers=2)
+
+
+def _llama_weights(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    weights: dict[str, torch.Tensor] = load_file(folder / "llama" / "model.safetensors")
+    return weights
+
+
+def _derive_from_llama(folder: Path, name: str, weights: Mapping[str, torch.Tensor], layers: int) -> None:
+    from safetensors.torch import save_file
+
+    shutil.copytree(folder / "llama", folder / name)
+    save_file(dict(weights), folder / name / "model.safetensors", metadata={"format": "pt"})
+    config_file = folder / name / "config.json"
+    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | {"num_hidden_layers": layers}))
+
+
+if __name__ == "__main__":
+    os.environ["OMP_NUM_THREADS"] = "1"
+    _make_all(Path(sys.argv[1]))
