@@ -65,6 +65,25 @@ def test_e9_pipeline_and_context_parallelism_are_refused_at_start(parallel, role
         compat.require_hook_support(config(**parallel), role, Hooked)
 
 
+@pytest.mark.parametrize("role", [SCHEDULER, WORKER])
+def test_a_hook_that_does_not_exist_is_refused_at_start(role):
+    """A misspelt hook, or one that wants what it isn't given, is refused when the connector is created."""
+
+    class Misspelt:
+        @kvplug.hookimpl
+        def before_update_state(self, step):
+            return None
+
+    class Greedy:
+        @kvplug.hookimpl
+        def before_update_states(self, step, runner):
+            return None
+
+    for cls, named in ((Misspelt, "before_update_state"), (Greedy, "runner")):
+        with pytest.raises(UnsupportedError, match=rf"{cls.__name__} .*{named}.*the hooks are before_blocks_reused"):
+            compat.require_hook_support(config(), role, cls)
+
+
 def test_other_connectors_are_not_checked():
     """Without `before_update_states` there is nothing for ranks to agree on; without hooks there is nothing at all."""
     compat.require_hook_support(config(pipeline_parallel_size=2), SCHEDULER, Watching)

@@ -198,6 +198,20 @@ def test_what_a_hook_sees(new_request, scheduler_output):
     assert not a.is_resumed
 
 
+def test_block_ids_are_valid_in_their_step_only(new_request, scheduler_output):
+    """Read in time they stay as they were; read later they'd be another step's, which is an error."""
+    output = scheduler_output({"a": 8}, new=[new_request("a", 0, [1, 2])])
+    tables = BlockTables()
+    tables.update(output)
+    step = StepPlan(output, tables, (4,))
+    read, unread = step.requests()["a"], step.requests()["a"]
+    assert read.block_ids == ((1, 2),)
+    tables.update(scheduler_output({"a": 8}, cached=[("a", 8, [3, 4])]))
+    assert read.block_ids == ((1, 2),)
+    with pytest.raises(RuntimeError, match="'a' are read after their step"):
+        _ = unread.block_ids
+
+
 def test_several_plugins_are_merged_by_maximum():
     """The longest answer counts, and nothing outside of a plugin's candidates or of the step."""
     answers = [({"a": 4, "b": 2, "gone": 9}, None), ({"a": 8, "b": 1, "c": 5}, ["a", "b"]), (None, None)]

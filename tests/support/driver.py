@@ -107,11 +107,11 @@ def drive(
         _keep_asynchronous_scheduling()
     llm = engine.make_llm(model, connector=connector, **engine_args)
     assert asynchronous == (type(engine.scheduler(llm)).__name__ == "AsyncScheduler")
-    preemptions = _count_preemptions(llm)
+    preemptions = count_preemptions(llm)
     rounds = []
     for operation in script:
         before = counts(llm) if connector else Counter()
-        outputs = _do(llm, operation)
+        outputs = perform(llm, operation)
         if outputs is not None:
             grown = counts(llm) if connector else Counter()
             grown.subtract(before)
@@ -131,7 +131,8 @@ def _keep_asynchronous_scheduling() -> None:
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
 
 
-def _do(llm: Any, operation: Any) -> list[Output] | None:
+def perform(llm: Any, operation: Any) -> list[Output] | None:
+    """Do one operation of a script; return what it generated, if it generates."""
     match operation:
         case Generate(prompts, max_tokens, lora, salt, sampling):
             return engine.generate(llm, prompts, max_tokens, lora=lora, salt=salt, **sampling)
@@ -210,8 +211,8 @@ def abort(llm: Any, prompts: Sequence[Sequence[int]], num_steps: int) -> None:
         llm.llm_engine.step()
 
 
-def _count_preemptions(llm: Any) -> list[int]:
-    """Record each preemption, with the tokens that the scheduler still believes to be in flight."""
+def count_preemptions(llm: Any) -> list[int]:
+    """Record each preemption from now on in the list that is returned: the tokens that the scheduler has in flight."""
     scheduler = engine.scheduler(llm)
     synchronous = type(scheduler).__name__ != "AsyncScheduler"
     inner = scheduler._preempt_request

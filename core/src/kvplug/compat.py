@@ -18,6 +18,7 @@ from typing import Any
 from kvplug.errors import UnsupportedError
 from kvplug.hookspecs import has_hooks
 from kvplug.log import get_logger
+from kvplug.manager import check_hooks
 
 __all__ = [
     "HOOK_FUNCTION",
@@ -376,13 +377,14 @@ def require_hook_support(vllm_config: Any, role: Any, connector_class: type) -> 
         connector_class: The connector's class. Nothing is checked if it implements no hook.
 
     Raises:
-        UnsupportedError: vLLM is too old; `before_update_states` with pipeline or context parallelism; or, in a
-            worker, the hook isn't live in the model runner that is in use.
+        UnsupportedError: A marked method is no hook; vLLM is too old; `before_update_states` with pipeline or context
+            parallelism; or, in a worker, the hook isn't live in the model runner that is in use.
 
     """
     hooks = has_hooks(connector_class)
     if not hooks:
         return
+    check_hooks(connector_class)
     name = connector_class.__name__
     if note := check_vllm_version():
         logger.warning("%s", note)

@@ -74,7 +74,8 @@ class HookSpecs:
         """Finish reading blocks of preempted requests, before anything can overwrite them.
 
         Called in each worker at most once per step, and always when `step.preempted` isn't empty; before
-        `before_update_states` of the same step. Whatever still reads the preempted requests' blocks (an asynchronous
+        `before_update_states` of the same step. (Before vLLM 0.25.1 nothing tells of requests that `reset_prefix_cache`
+        preempts until they resume.) Whatever still reads the preempted requests' blocks (an asynchronous
         save) must be done, or have given up, when this returns.
 
         Args:

@@ -14,7 +14,7 @@ from kvplug.hookspecs import PROJECT, HookSpecs, has_hooks
 from kvplug.log import RateLimited, get_logger
 from kvplug.stats import Stats
 
-__all__ = ["HookedConnector", "distribution_of"]
+__all__ = ["HookedConnector", "check_hooks", "distribution_of"]
 
 logger = get_logger(__name__)
 _limited = RateLimited(logger)
@@ -98,6 +98,16 @@ class HookedConnector:
             error,
         )
         logger.debug("%s: hook %s failed", self.name, hook, exc_info=error)
+
+
+def check_hooks(connector_class: type) -> None:
+    """Refuse a class whose marked methods don't fit the hooks, before there is an instance.
+
+    Raises:
+        UnsupportedError: A marked method is no hook, or takes an argument that the hook doesn't have.
+
+    """
+    HookedConnector(object.__new__(connector_class), (), Stats())
 
 
 def _caller(hook: pluggy.HookCaller) -> Callable[[dict[str, Any]], Any]:

@@ -28,6 +28,8 @@ class BlockTables:
         #: Requests that must never be shortened, with the reason.
         self.vetoes: dict[str, str] = {}
         self._preempted: set[str] = set()
+        #: Steps taken in so far.
+        self.num_steps = 0
         #: Requests that lost their blocks since the last step.
         self.preempted: set[str] = set()
         #: Requests of the current step that come back after a preemption.
@@ -57,6 +59,7 @@ class BlockTables:
             scheduler_output: vLLM's `SchedulerOutput`.
 
         """
+        self.num_steps += 1
         self.preempted = set(compat.preempted_ids(scheduler_output))
         for request_id in scheduler_output.finished_req_ids:
             self._tables.pop(request_id, None)

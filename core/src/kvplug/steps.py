@@ -75,7 +75,7 @@ class StepPlan:
                 request_id,
                 num_computed_tokens=computed[request_id],
                 num_scheduled_tokens=scheduled,
-                block_ids=partial(self._frozen_block_ids, request_id),
+                block_ids=partial(self._frozen_block_ids, request_id, self.tables.num_steps),
                 num_draft_tokens=len(drafts[request_id]) if request_id in drafts else 0,
                 is_new=request_id in new,
                 is_resumed=request_id in resumed,
@@ -84,7 +84,9 @@ class StepPlan:
             for request_id, scheduled in self.scheduler_output.num_scheduled_tokens.items()
         }
 
-    def _frozen_block_ids(self, request_id: str) -> BlockIds:
+    def _frozen_block_ids(self, request_id: str, step: int) -> BlockIds:
+        if self.tables.num_steps != step:
+            raise RuntimeError(f"block ids of request {request_id!r} are read after their step: copy them in the hook.")
         if request_id not in self.tables:
             return ()
         return tuple(tuple(group) for group in self.tables.block_ids(request_id))

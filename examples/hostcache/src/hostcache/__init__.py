@@ -1,0 +1,1 @@
+"""A KV-cache connector for vLLM that keeps full blocks in host memory."""
