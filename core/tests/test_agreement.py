@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import tempfile
 
+import pytest
+
 from kvplug.agreement import Agreement
 
 
@@ -19,6 +21,7 @@ def _rank(rank, path, members, counts, results):
     dist.destroy_process_group()
 
 
+@pytest.mark.engine
 def test_b3_ranks_take_the_minimum_without_the_rest_of_the_world():
     """Members agree on the minimum in each place; ranks of another engine in the same world take no part."""
     context = multiprocessing.get_context("spawn")

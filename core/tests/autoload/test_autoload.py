@@ -155,6 +155,7 @@ def front_end(world, run_script):
     return run_script(SCRIPT, path=[world], environ={"KVPLUG_DISABLE": "Off"})
 
 
+@pytest.mark.engine
 def test_g4_nothing_of_a_connector_is_imported(front_end):
     """Once vLLM's plugins are loaded no connector, store client or model runner is imported, and CUDA is untouched."""
     assert front_end["imported"] == []
@@ -163,6 +164,7 @@ def test_g4_nothing_of_a_connector_is_imported(front_end):
     assert front_end["cuda"] is False
 
 
+@pytest.mark.engine
 def test_all_usable_names_are_registered(front_end):
     """Declared names and the classes' own names are known to vLLM."""
     names = {"good", "GoodConnector", "TwoArg", "Hooked", "Alias", "Needs", "Exits", "One", "Two", "TakenConnector"}
@@ -171,16 +173,19 @@ def test_all_usable_names_are_registered(front_end):
     assert front_end["pid"] is True
 
 
+@pytest.mark.engine
 def test_registering_again_takes_milliseconds(front_end):
     """Discovery and registration are cheap enough for every process (in CPU time: it is the same on a busy machine)."""
     assert front_end["milliseconds"] < 250
 
 
+@pytest.mark.engine
 def test_g6_registering_again_changes_nothing(front_end):
     """Three more calls leave vLLM's registry as it was."""
     assert front_end["idempotent"] is True
 
 
+@pytest.mark.engine
 def test_g6_vllm_s_own_connectors_are_never_touched(front_end):
     """A distribution that claims one of vLLM's names is skipped, with its own class name still usable."""
     assert front_end["unchanged"] is True
@@ -191,11 +196,13 @@ def test_g6_vllm_s_own_connectors_are_never_touched(front_end):
     assert front_end["asked"]["NixlConnector"] != ["TakenConnector", "taken_conn"]
 
 
+@pytest.mark.engine
 def test_g6_by_module_path_it_is_the_same_class(front_end):
     """`kv_connector_module_path` beside registration is no conflict."""
     assert front_end["by_path"] is True
 
 
+@pytest.mark.engine
 def test_g5_a_good_connector_is_usable_beside_broken_ones(front_end):
     """Neither an ImportError nor a SystemExit in another distribution touches it."""
     assert front_end["asked"]["good"] == ["GoodConnector", "good_conn"]
@@ -218,6 +225,7 @@ def test_g5_a_good_connector_is_usable_beside_broken_ones(front_end):
         ("Unnamed", ["metadata", "reinstall"]),
     ],
 )
+@pytest.mark.engine
 def test_g5_asking_for_a_bad_one_says_why(front_end, name, parts):
     """What vLLM raises is kvplug's error, with the original traceback or the reason for which it was skipped."""
     kind, text = front_end["asked"][name]
@@ -226,6 +234,7 @@ def test_g5_asking_for_a_bad_one_says_why(front_end, name, parts):
         assert part in text
 
 
+@pytest.mark.engine
 def test_a_name_that_nobody_declares_is_vllm_s_own_error(front_end):
     """We stay out of what it knows nothing of."""
     kind, text = front_end["asked"]["nowhere"]
@@ -233,6 +242,7 @@ def test_a_name_that_nobody_declares_is_vllm_s_own_error(front_end):
     assert "Unsupported connector type: nowhere" in text
 
 
+@pytest.mark.engine
 def test_g2_classes_are_found_by_their_own_names(front_end):
     """Also a class whose own name only an import tells, as vLLM's metrics look connectors up."""
     assert front_end["renamed"] == ["RealName", "renamed_conn"]
@@ -240,6 +250,7 @@ def test_g2_classes_are_found_by_their_own_names(front_end):
 
 
 @pytest.mark.parametrize("case", ["fork", "fork_locked"])
+@pytest.mark.engine
 def test_g1_a_forked_child_resolves_names(front_end, case):
     """A child finds the names at once, and can register again, also if a thread held the lock as it was forked."""
     assert front_end[case] == {
