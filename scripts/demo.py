@@ -1,0 +1,279 @@
+"""The demo: a real vLLM server that reuses KV through type1, measured, and compared with vLLM alone.
+
+Run it as ``make demo``, or ``.venv/bin/python scripts/demo.py``. `docs/demo.md` says what it does and what its
+numbers mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from demolib.client import Meter, Pass, Reply, Request, converse, send
+from demolib.hook import HookProbe, hooked_runner
+from demolib.model import PARAMETERS, make_model
+from demolib.plot import plot
+from demolib.processes import CAUGHT, end
+from demolib.progress import stage
+from demolib.report import Passes, faults, result, table, warnings
+from demolib.server import Server, ServerError, free_port
+from demolib.text import MAX_CONVERSATIONS, MAX_TURNS, conversations
+from rich.console import Console
+
+_ROOT = Path(__file__).resolve().parents[1]
+_BUILD = _ROOT / "build"
+
+#: All that names the connector.
+_TYPE1 = ("--kv-transfer-config", '{"kv_connector":"Type1Connector","kv_role":"kv_both"}')
+
+_START_TIMEOUT = 240.0
+
+
+class _Interrupted(BaseException):
+    """A signal came that asks the demo to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.exit_status = 128 + number
+
+
+class Demo:
+    """One run of the demo."""
+
+    def __init__(self, options: argparse.Namespace, console: Console) -> None:
+        self._options = options
+        self._console = console
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._total = options.conversations * options.turns
+
+    def run(self) -> dict[str, Any]:
+        """Do all of it.
+
+        Returns:
+            The content of `result.json`.
+
+        Raises:
+            ServerError: A server failed.
+
+        """
+        started = time.monotonic()
+        port = free_port(self._options.port)
+        with stage(self._console, f"Making a model of {PARAMETERS / 1e6:.0f} M parameters and its tokenizer"):
+            model = make_model(_BUILD / "demo", self._options.seed)
+        try:
+            alone, type1 = self._start(model, port)
+            passes, hook_mode = self._passes(alone, type1)
+        finally:
+            end(self._processes)
+        return result(passes, hook_mode, self._about(time.monotonic() - started))
+
+    def _start(self, model: Path, port: int) -> tuple[Server, Server]:
+        """Start both servers; most of a start is imports, so two at once take little longer than one."""
+        out: Path = self._options.out
+        type1 = Server.start(model, port, out / "server-type1.log", _BUILD, *_TYPE1)
+        self._processes.append(type1.process)
+        alone = Server.start(model, free_port(), out / "server-alone.log", _BUILD)
+        self._processes.append(alone.process)
+        with stage(self._console, f"Starting two servers: vLLM alone, and with type1 (port {port})") as show:
+            deadline = time.monotonic() + _START_TIMEOUT
+            waiting = [alone, type1]
+            while waiting := [server for server in waiting if not server.is_ready()]:
+                if time.monotonic() > deadline:
+                    raise waiting[0].error(f"A server wasn't ready after {_START_TIMEOUT:.0f} s.")
+                show(0, "still starting")
+                time.sleep(0.2)
+            # A server's first request is slow for other reasons; this one shares nothing with the workload.
+            for server in (alone, type1):
+                send(server, Request(0, 0, ({"role": "user", "content": "Good morning. " * 20},)))
+                server.reset(store=True)
+        return alone, type1
+
+    def _passes(self, alone: Server, type1: Server) -> tuple[Passes, str | None]:
+        without, cold = self._cold(alone, type1)
+        end([alone.process])
+        type1.reset(store=True)
+        runner = hooked_runner(type1.log)
+        probe = None
+        if runner is not None:  # it takes time of a core, so it runs beside the pass whose times don't count
+            probe = HookProbe(runner, _BUILD)
+            self._processes.append(probe.process)
+        visit = self._again("First visit: type1 stores blocks", type1, without.requests, _nothing)
+        hook_mode = None
+        if probe is not None:
+            with stage(self._console, f"Looking at how the hook got into {probe.runner}"):
+                hook_mode = probe.result()
+        warm = self._again(
+            "Warm: type1 loads blocks, vLLM's cache is emptied",
+            type1,
+            without.requests,
+            lambda: type1.reset(store=False),
+        )
+        return Passes(without, cold, visit, warm), hook_mode
+
+    def _cold(self, alone: Server, type1: Server) -> tuple[Pass, Pass]:
+        """Have the conversations with nothing cached or stored, each request on one server right after the other.
+
+        So whatever else the machine does meanwhile concerns both.
+        """
+        workload = conversations(self._options.conversations, self._options.turns)
+        meters = Meter(alone), Meter(type1)
+        with_type1 = []
+        with stage(self._console, "Cold: nothing is cached, on both servers", 2 * self._total) as show:
+
+            def ask(request: Request) -> Reply:
+                alone.reset(store=False)
+                reply = send(alone, request)
+                show(1, _said(reply))
+                type1.reset(store=True)
+                with_type1.append(send(type1, request))
+                show(1, _said(with_type1[-1]))
+                return reply
+
+            replies = list(converse(ask, workload))
+        return meters[0].read(replies), meters[1].read(with_type1)
+
+    def _again(self, title: str, server: Server, requests: Sequence[Request], before: Callable[[], None]) -> Pass:
+        """Send requests again, with something done before each."""
+        meter = Meter(server)
+        replies = []
+        with stage(self._console, title, len(requests)) as show:
+            for request in requests:
+                before()
+                replies.append(send(server, request))
+                show(1, _said(replies[-1]))
+        return meter.read(replies)
+
+    def _about(self, seconds: float) -> dict[str, Any]:
+        import vllm
+
+        return {
+            "conversations": self._options.conversations,
+            "turns": self._options.turns,
+            "seed": self._options.seed,
+            "seconds": seconds,
+            "model_parameters": PARAMETERS,
+            "threads": 1,
+            "machine": {"cores": os.cpu_count(), "architecture": platform.machine()},
+            "versions": {
+                "python": platform.python_version(),
+                "vllm": vllm.__version__,
+                **{name: importlib.metadata.version(name) for name in ("kvplug", "kvplug-hooks", "kvplug-type1")},
+            },
+        }
+
+
+def _nothing() -> None:
+    pass
+
+
+def _said(reply: Reply) -> str:
+    return f"{reply.prompt_tokens:,} tokens: {reply.ttft_s:.2f} s"
+
+
+@contextlib.contextmanager
+def _signals_end_the_demo() -> Iterator[None]:
+    before = {each: signal.getsignal(each) for each in CAUGHT}
+    for each, handler in before.items():
+        if handler != signal.SIG_IGN:  # nohup's choice, for one, is kept
+            signal.signal(each, _interrupt)
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def _interrupt(number: int, _frame: object) -> None:
+    for each in CAUGHT:  # the servers are being stopped: a second Ctrl-C mustn't keep that from being done
+        signal.signal(each, signal.SIG_IGN)
+    raise _Interrupted(number)
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="make demo ARGS=...",
+        description="Serves conversations with vLLM and kvplug's type1, measures the time to first token cold and "
+        "warm, and compares every answer with vLLM alone. Exits with 1 if an answer differs or nothing was reused.",
+    )
+    parser.add_argument(
+        "--conversations",
+        type=int,
+        default=3,
+        choices=range(1, MAX_CONVERSATIONS + 1),
+        metavar="N",
+        help=f"conversations that share a system prompt, 1 to {MAX_CONVERSATIONS} (default 3)",
+    )
+    parser.add_argument(
+        "--turns",
+        type=int,
+        default=4,
+        choices=range(1, MAX_TURNS + 1),
+        metavar="N",
+        help=f"turns of each, 1 to {MAX_TURNS} (default 4)",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the model's weights (default 0)")
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=0,
+        choices=range(1 << 16),
+        metavar="PORT",
+        help="port of the server with type1 (default: any that is free)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=_BUILD / "demo",
+        metavar="DIR",
+        help="folder for result.json, ttft.png and the servers' logs (default build/demo)",
+    )
+    options = parser.parse_args(arguments)
+    options.out = options.out.resolve()
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the demo; return an exit status."""
+    options = _options(arguments)
+    console = Console(highlight=False)
+    result_file, plot_file = options.out / "result.json", options.out / "ttft.png"
+    try:
+        with _signals_end_the_demo():
+            options.out.mkdir(parents=True, exist_ok=True)
+            for file in (result_file, plot_file):  # of an earlier run, which this one may not get to replace
+                file.unlink(missing_ok=True)
+            found = Demo(options, console).run()
+            result_file.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+            plot(found, plot_file)
+    except ServerError as error:
+        if error.log:
+            console.print(error.log, markup=False, style="dim")
+        console.print(f"[bold red]The demo failed:[/] {error}", soft_wrap=True)
+        return 1
+    except _Interrupted as interrupted:
+        console.print("Interrupted; the servers are stopped.")
+        return interrupted.exit_status
+    console.print()
+    console.print(table(found))
+    console.print(f"\nWritten: {result_file}, {plot_file}", soft_wrap=True)
+    wrong = faults(found)
+    for sentence in warnings(found):
+        console.print(f"[yellow]Warning:[/] {sentence}", soft_wrap=True)
+    for sentence in wrong:
+        console.print(f"[bold red]The demo failed:[/] {sentence}", soft_wrap=True)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
