@@ -258,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             plot(found, plot_file)
     except ServerError as error:
         if error.log:
-            console.print(error.log, markup=False, style="dim")
+            console.print(error.log, markup=False, style="dim", soft_wrap=True)
         console.print(f"[bold red]The demo failed:[/] {error}", soft_wrap=True)
         return 1
     except _Interrupted as interrupted:

@@ -152,7 +152,7 @@ class Server:
 
     def error(self, sentence: str) -> ServerError:
         """Return an error that has the end of the log."""
-        return ServerError(sentence, "\n".join(self.log.splitlines()[-_LOG_LINES:]))
+        return ServerError(f"{sentence} Its log is {self._log}.", "\n".join(self.log.splitlines()[-_LOG_LINES:]))
 
 
 def free_port(wanted: int = 0) -> int:
