@@ -23,6 +23,10 @@ from kvplug import dispatch
 BLOCK = 16
 
 
+class Runner(SimpleNamespace):
+    """Stands in for a model runner."""
+
+
 class Unhooked:
     """A connector without hooks."""
 
@@ -80,7 +84,7 @@ def measure(connector: Any, output: SchedulerOutput, repeats: int) -> float:
     """Return microseconds per call with a connector; None is no connector."""
     group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK))
     sizes = {"pipeline_parallel_size": 1}
-    runner = SimpleNamespace(
+    runner = Runner(
         kv_cache_config=SimpleNamespace(kv_cache_groups=[group]),
         vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(**sizes)),
     )

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from demolib.client import Meter, Pass, Reply, Request, converse, send
-from demolib.hook import HookProbe, hooked_runner
+from demolib.hook import hook_delivery
 from demolib.model import PARAMETERS, make_model
 from demolib.plot import plot
 from demolib.processes import CAUGHT, end
@@ -103,23 +103,14 @@ class Demo:
         without, cold = self._cold(alone, type1)
         end([alone.process])
         type1.reset(store=True)
-        runner = hooked_runner(type1.log)
-        probe = None
-        if runner is not None:  # it takes time of a core, so it runs beside the pass whose times don't count
-            probe = HookProbe(runner, _BUILD)
-            self._processes.append(probe.process)
         visit = self._again("First visit: type1 stores blocks", type1, without.requests, _nothing)
-        hook_mode = None
-        if probe is not None:
-            with stage(self._console, f"Looking at how the hook got into {probe.runner}"):
-                hook_mode = probe.result()
         warm = self._again(
             "Warm: type1 loads blocks, vLLM's cache is emptied",
             type1,
             without.requests,
             lambda: type1.reset(store=False),
         )
-        return Passes(without, cold, visit, warm), hook_mode
+        return Passes(without, cold, visit, warm), hook_delivery(type1.log)
 
     def _cold(self, alone: Server, type1: Server) -> tuple[Pass, Pass]:
         """Have the conversations with nothing cached or stored, each request on one server right after the other.

@@ -22,7 +22,7 @@ sys.path.append(str(_SCRIPTS))
 import demo
 from demolib import report, text
 from demolib.client import Pass, Reply, Request, converse
-from demolib.hook import hooked_runner
+from demolib.hook import hook_delivery
 from demolib.model import make_model
 from demolib.plot import plot
 from demolib.processes import end, exit_status, spawn
@@ -184,14 +184,16 @@ def test_a_small_ratio_is_a_warning_only():
 
 
 def test_the_hook_is_that_of_the_running_worker():
-    """The runner's class is read from what the worker logged; without that line there is none."""
+    """How the hook was delivered is what the worker logged; without that line it isn't live."""
     line = (
         "(Worker pid=7) INFO [dispatch.py:96] kvplug: hooks of Type1Connector (kvplug-type1 0.1.0) are live in "
-        "<class 'vllm.v1.worker.cpu_model_runner.CPUModelRunner'>\n"
+        "<class 'vllm.v1.worker.cpu_model_runner.CPUModelRunner'>, delivered by import\n"
     )
-    assert hooked_runner("one\n" + line) == ("vllm.v1.worker.cpu_model_runner", "CPUModelRunner")
-    assert hooked_runner(line.replace("Type1", "Other")) is None
-    assert hooked_runner("") is None
+    assert hook_delivery("one\n" + line) == "import"
+    assert hook_delivery(line.replace("by import", "by file")) == "file"
+    assert hook_delivery(line.replace("by import", "by None")) is None
+    assert hook_delivery(line.replace("Type1", "Other")) is None
+    assert hook_delivery("") is None
 
 
 def test_the_plot_is_a_png(tmp_path: Path):

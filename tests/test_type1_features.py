@@ -115,8 +115,6 @@ def test_c15_asynchronous_scheduling(runner, models):
 
 def beside_example(*, model, prompts, storage):
     """Serve with type1 behind vLLM's ExampleConnector under MultiConnector: the first one that has tokens loads."""
-    from kvplug import dispatch
-
     example = {
         "kv_connector": "ExampleConnector",
         "kv_role": "kv_both",
@@ -129,28 +127,61 @@ def beside_example(*, model, prompts, storage):
     }
     llm = engine.make_llm(model, connector=both)
     worker = engine.connector(llm)._connectors[1].worker
+    other = engine.scheduler(llm).connector._connectors[0]
+    inner = other.get_num_new_matched_tokens
+    promised = []
+
+    def get_num_new_matched_tokens(request, num_computed_tokens):
+        promised.append(inner(request, num_computed_tokens))
+        return promised[-1]
+
+    other.get_num_new_matched_tokens = get_num_new_matched_tokens
     rounds = []
     for ask in (prompts[:1], prompts, prompts[1:]):
         engine.reset_local_cache(llm)
         before = Counter(worker.stats.totals())
+        promised.clear()
         outputs = [engine.generate(llm, [text], 4)[0] for text in ask]
-        rounds.append((outputs, Counter(worker.stats.totals()) - before))
-    return rounds, dict(dispatch.current_dispatcher().stats.totals())
+        rounds.append((outputs, Counter(worker.stats.totals()) - before, sum(tokens for tokens, _ in promised)))
+    return rounds
 
 
 def test_f4_beside_another_connector(models, tmp_path):
-    """F4, F7: under MultiConnector beside vLLM's ExampleConnector outputs are right whoever loads.
+    """F4, F7: under MultiConnector behind vLLM's ExampleConnector outputs are right whoever loads.
 
-    What the other connector loads isn't stored by type1: it can't vouch for it.
+    What the other connector loads, type1 neither loads nor stores again: it can't vouch for it.
     """
     prompts = [prompt(161, 3), prompt(97, 4)]
     plain = engines.run(drive, model=models("llama"), script=[OneByOne(prompts, 4)])
     expected = plain.rounds[0].outputs
-    rounds, _ = engines.run(beside_example, model=models("llama"), prompts=prompts, storage=str(tmp_path), timeout=300)
-    (first, _), (second, _), (third, _) = rounds
-    compare(first, expected[:1], atol=CLOSE)
-    compare(second, expected, atol=CLOSE)
-    compare(third, expected[1:], atol=CLOSE)
+    rounds = engines.run(beside_example, model=models("llama"), prompts=prompts, storage=str(tmp_path), timeout=300)
+    for (outputs, _, _), wanted in zip(rounds, (expected[:1], expected, expected[1:]), strict=True):
+        compare(outputs, wanted, atol=CLOSE)
+    # Cold, type1 stores; where the other one has promised tokens, it keeps out of it.
+    assert [promised for _, _, promised in rounds] == [0, 160, 96]
+    assert [counts["blocks_saved"] for _, counts, _ in rounds] == [161 // BLOCK, 97 // BLOCK, 0]
+    assert [counts["tokens_loaded"] for _, counts, _ in rounds] == [0, 0, 0]
+
+
+def two_engines(*, model, prompts):
+    """Start a second engine in the first one's process; return what the first one answers, and what that says."""
+    first = engine.make_llm(model, connector=type1())
+    before = engine.generate(first, prompts, 4)
+    try:
+        engine.make_llm(model, connector=type1())
+        said = None
+    except Exception as error:  # noqa: BLE001 - whatever it is, its text is what a user sees
+        said = repr(error)
+    engine.reset_local_cache(first)
+    return before, engine.generate(first, prompts, 4), said
+
+
+def test_two_engines_in_one_process(models):
+    """There is one connector per process in vLLM: a second engine is refused, and the first one goes on being right."""
+    before, after, said = engines.run(two_engines, model=models("llama"), prompts=[prompt(150, 5)])
+    assert said is not None
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING=1" in said
+    compare(after, before, atol=CLOSE)
 
 
 def failing(*, model, prompts, what):

@@ -84,6 +84,21 @@ def test_a_hook_that_does_not_exist_is_refused_at_start(role):
             compat.require_hook_support(config(), role, cls)
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"aux_output_config": SimpleNamespace(enabled=True)},
+        {"model_config": SimpleNamespace(enable_return_routed_experts=True)},
+    ],
+)
+def test_returned_routed_experts_are_refused(asked):
+    """Routed experts of tokens that were never computed can't be returned, and the engine would end."""
+    vllm_config = SimpleNamespace(**vars(config()), **asked)
+    with pytest.raises(UnsupportedError, match="leave out --enable-return-routed-experts"):
+        compat.require_hook_support(vllm_config, SCHEDULER, Hooked)
+    compat.require_hook_support(vllm_config, SCHEDULER, Watching)
+
+
 def test_other_connectors_are_not_checked():
     """Without `before_update_states` there is nothing for ranks to agree on; without hooks there is nothing at all."""
     compat.require_hook_support(config(pipeline_parallel_size=2), SCHEDULER, Watching)

@@ -47,7 +47,22 @@ class Plain:
         raise AssertionError("nobody may look at a connector's properties")
 
 
+class Runner(SimpleNamespace):
+    """Stands in for a model runner."""
+
+
+_runners = {}
+
+
 def runner(**parallel):
+    """Return the model runner of a test: one object for as long as its engine lives."""
+    key = tuple(parallel.items())
+    if key not in _runners:
+        _runners[key] = make_runner(**parallel)
+    return _runners[key]
+
+
+def make_runner(**parallel):
     sizes = {
         "pipeline_parallel_size": 1,
         "prefill_context_parallel_size": 1,
@@ -55,7 +70,7 @@ def runner(**parallel):
         **parallel,
     }
     group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=4))
-    return SimpleNamespace(
+    return Runner(
         kv_cache_config=SimpleNamespace(kv_cache_groups=[group]),
         vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(**sizes)),
     )
@@ -66,6 +81,7 @@ def live(monkeypatch):
     """Make a connector the live one of this process, with one tensor-parallel rank."""
     from vllm.distributed.kv_transfer import kv_transfer_state
 
+    _runners.clear()
     monkeypatch.setattr(dispatch, "_current", None)
     monkeypatch.setattr(dispatch.compat, "tensor_parallel_ranks", lambda: (0,))
 
@@ -115,7 +131,17 @@ def test_what_is_not_read_is_not_computed(live, new_request, scheduler_output, m
     assert dispatch.before_update_states(runner(), output) is output
 
 
-@pytest.mark.parametrize("answer", [RuntimeError("store is down"), ["a"], {"a": "many"}, {"a": None}])
+class Sly(dict):
+    """A mapping that raises when it is read."""
+
+    def items(self):
+        raise KeyError("no")
+
+
+MALFORMED = [RuntimeError("store is down"), ["a"], {"a": "many"}, {"a": None}, {"a": float("inf")}, Sly(a=1)]
+
+
+@pytest.mark.parametrize("answer", MALFORMED, ids=repr)
 def test_g10_a_plugin_that_fails_is_named_and_the_others_run(live, new_request, scheduler_output, caplog, answer):
     """An exception or a malformed answer is a miss, logged with plugin and hook; other plugins still count."""
     caplog.set_level(logging.WARNING)
@@ -281,6 +307,45 @@ def test_candidates_decide_whether_ranks_talk(live, new_request, scheduler_outpu
     output = scheduler_output({"a": 16, "b": 16}, new=new, metadata=SimpleNamespace(candidates=("b",)))
     assert dispatch.before_update_states(runner(), output).num_scheduled_tokens == {"a": 16, "b": 12}
     assert ranks.calls == [[4]]
+
+
+@pytest.mark.parametrize("candidates", [5, [["unhashable"]], RuntimeError("lost")], ids=repr)
+def test_b3_malformed_candidates_are_a_miss_on_which_ranks_still_talk(
+    live, new_request, scheduler_output, monkeypatch, candidates
+):
+    """Whatever a connector's metadata holds, this rank takes part, and other plugins count."""
+
+    class Metadata:
+        @property
+        def candidates(self):
+            if isinstance(candidates, Exception):
+                raise candidates
+            return candidates
+
+    ranks = agreeing(monkeypatch, 8)
+    live(Recorder({"a": 8}))
+    output = scheduler_output({"a": 16}, new=[new_request("a", 0, [1, 2, 3, 4])], metadata=Metadata())
+    assert dispatch.before_update_states(runner(), output) is output
+    assert ranks.calls == [[0]]
+    assert dispatch.current_dispatcher().stats.get("plugin_errors") == 1
+
+
+def test_counts_fit_into_what_ranks_exchange(live, new_request, scheduler_output, monkeypatch):
+    """An absurd count is no more than everything that is scheduled."""
+    ranks = agreeing(monkeypatch, 16)
+    live(Recorder({"a": 10**30}))
+    output = scheduler_output({"a": 16}, new=[new_request("a", 0, [1, 2, 3, 4])])
+    assert dispatch.before_update_states(runner(), output).num_scheduled_tokens == {"a": 1}
+    assert ranks.calls == [[16]]
+
+
+def test_two_engines_with_one_connector_are_refused(live, scheduler_output):
+    """In one process vLLM gives two engines one connector: loads for one would go into the other's cache."""
+    live(Recorder())
+    first, second = make_runner(), make_runner()
+    dispatch.before_update_states(first, scheduler_output({}))
+    with pytest.raises(UnsupportedError, match=r"two engines in one process.*VLLM_ENABLE_V1_MULTIPROCESSING=1"):
+        dispatch.before_update_states(second, scheduler_output({}))
 
 
 def test_without_candidates_ranks_talk_at_every_step(live, scheduler_output, new_request, monkeypatch):

@@ -40,6 +40,7 @@ __all__ = [
     "preempted_ids",
     "require_hook_support",
     "resumed_ids",
+    "returns_routed_experts",
     "runner_kind",
     "set_device_computed_tokens",
     "shortened_output",
@@ -368,6 +369,14 @@ def split_dimensions(vllm_config: Any) -> list[str]:
     return [f"{kind} parallelism ({size})" for kind, size in sizes.items() if size > 1]
 
 
+def returns_routed_experts(vllm_config: Any) -> bool:
+    """Return whether vLLM is asked to return what each computed token's experts were."""
+    return bool(
+        getattr(getattr(vllm_config, "aux_output_config", None), "enabled", False)  # 0.32
+        or getattr(getattr(vllm_config, "model_config", None), "enable_return_routed_experts", False)  # before
+    )
+
+
 def require_hook_support(vllm_config: Any, role: Any, connector_class: type) -> None:
     """Refuse, when a connector is created, what its hooks can't work with.
 
@@ -378,7 +387,8 @@ def require_hook_support(vllm_config: Any, role: Any, connector_class: type) -> 
 
     Raises:
         UnsupportedError: A marked method is no hook; vLLM is too old; `before_update_states` with pipeline or context
-            parallelism; or, in a worker, the hook isn't live in the model runner that is in use.
+            parallelism, or where routed experts are to be returned; or, in a worker, the hook isn't live in the model
+            runner that is in use.
 
     """
     hooks = has_hooks(connector_class)
@@ -392,6 +402,11 @@ def require_hook_support(vllm_config: Any, role: Any, connector_class: type) -> 
         raise UnsupportedError(
             f"{name} decides on the worker how much of a step is left to compute, which ranks can't agree on under "
             f"{' and '.join(split)}: use tensor parallelism, or a connector that decides on the scheduler (type2)."
+        )
+    if "before_update_states" in hooks and returns_routed_experts(vllm_config):
+        raise UnsupportedError(
+            f"{name} skips tokens, whose routed experts vLLM then can't return: leave out "
+            "--enable-return-routed-experts, or the connector."
         )
     if getattr(role, "name", None) != "WORKER":
         return

@@ -6,7 +6,8 @@ runner changes any state. With no connector, or none that implements a hook, it 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import weakref
+from collections.abc import Mapping
 from typing import Any
 
 from kvplug import compat
@@ -38,7 +39,8 @@ def before_update_states(runner: Any, scheduler_output: Any) -> Any:
         The same object if nothing can be skipped, else a copy in which requests start later.
 
     Raises:
-        UnsupportedError: At the first step, if the connector has hooks that can't work here.
+        UnsupportedError: At the first step, if the connector has hooks that can't work here; later, if another
+            engine in this process calls with the same connector.
 
     """
     global _current  # noqa: PLW0603 - one worker, one connector; a new engine in this process brings another
@@ -72,6 +74,7 @@ class Dispatcher:
 
         """
         self.connector = connector
+        self._runner = weakref.ref(runner)
         self.stats = Stats()
         self.plugins = [
             HookedConnector(member, path, self.stats)
@@ -93,12 +96,23 @@ class Dispatcher:
                     "connector that decides on the scheduler (type2)."
                 )
             self._agreement = Agreement(compat.tensor_parallel_ranks())
-        logger.info("kvplug: hooks of %s are live in %s", ", ".join(p.name for p in self.plugins), type(runner))
+        # The demo and the documentation quote this line.
+        logger.info(
+            "kvplug: hooks of %s are live in %s, delivered by %s",
+            ", ".join(p.name for p in self.plugins),
+            type(runner),
+            compat.hook_delivery(type(runner)),
+        )
 
     def __call__(self, runner: Any, scheduler_output: Any) -> Any:
         """Run one step's hooks; see `before_update_states`."""
         if not self.plugins:
             return scheduler_output
+        if self._runner() is not runner:
+            raise UnsupportedError(
+                f"{self.plugins[0].name} is used by two engines in one process, which share vLLM's connector: run "
+                "engine cores in processes of their own (VLLM_ENABLE_V1_MULTIPROCESSING=1), or shut one down first."
+            )
         self._tables.update(scheduler_output)
         plan = StepPlan(scheduler_output, self._tables, self._block_sizes)
         steps = self._steps(plan)
@@ -126,12 +140,17 @@ class Dispatcher:
         for plugin, step in zip(self.plugins, steps, strict=True):
             if "before_update_states" not in plugin.hooks:
                 continue
-            candidates: Collection[str] | None = getattr(step.metadata, "candidates", None)
+            try:
+                candidates = _candidates(step.metadata)
+            except Exception as error:  # noqa: BLE001 - it is the plugin's object, and the other ranks wait
+                plugin.failed("before_update_states", error)
+                everyone = True
+                continue
             if candidates is None:
                 everyone = True
             else:
-                agreed_on.update(dict.fromkeys(candidates))
-            answers.append((self._ask(plugin, step), candidates))
+                agreed_on.update(candidates)
+            answers.append((self._ask(plugin, step, scheduled), candidates))
         loaded = merge_counts(answers, scheduled)
         return self._agree(loaded, list(scheduled) if everyone else [r for r in agreed_on if r in scheduled])
 
@@ -151,13 +170,18 @@ class Dispatcher:
             for plugin in self.plugins
         ]
 
-    def _ask(self, plugin: HookedConnector, step: Step) -> dict[str, int] | None:
+    def _ask(self, plugin: HookedConnector, step: Step, scheduled: Mapping[str, int]) -> dict[str, int] | None:
         answer = plugin.call("before_update_states", step=step)
         if answer is None:
             return None
         try:
-            return {request_id: int(count) for request_id, count in answer.items()}
-        except (AttributeError, TypeError, ValueError) as error:
+            # No more than is scheduled: any number, however large, has to fit into what ranks exchange.
+            return {
+                request_id: min(int(count), scheduled[request_id])
+                for request_id, count in answer.items()
+                if request_id in scheduled
+            }
+        except Exception as error:  # noqa: BLE001 - the answer is the plugin's object, and may do anything
             plugin.failed("before_update_states", error)
             return None
 
@@ -167,6 +191,12 @@ class Dispatcher:
             return loaded
         counts = self._agreement.minimum([loaded.get(request_id, 0) for request_id in request_ids])
         return {request_id: count for request_id, count in zip(request_ids, counts, strict=True) if count > 0}
+
+
+def _candidates(metadata: Any) -> dict[str, None] | None:
+    """Return the request ids that a connector's scheduler half names, in order; None if it doesn't say."""
+    candidates = getattr(metadata, "candidates", None)
+    return None if candidates is None else dict.fromkeys(candidates)
 
 
 class _Once:

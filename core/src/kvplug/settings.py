@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import reprlib
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from pydantic import (
 
 from kvplug.errors import ConfigError
 from kvplug.log import get_logger
+from kvplug.variables import AIBRIX_PREFIXES, KVPLUG_PREFIX
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -36,10 +38,6 @@ __all__ = ["AIBRIX_PREFIXES", "AibrixVariable", "L1Settings", "NoEquivalentError
 
 logger = get_logger(__name__)
 
-#: Variables that begin so are AIBrix's.
-AIBRIX_PREFIXES = ("AIBRIX_KV_CACHE_OL_", "VLLM_AIBRIX_")
-
-_PREFIX = "KVPLUG_"
 _EXTRA_CONFIG = "extra config"
 _DEFAULT = "default"
 _GIB = 1 << 30
@@ -78,7 +76,7 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, protected_namespaces=())
 
     #: Beginning of the variables. Whoever has settings of their own outside kvplug chooses another.
-    env_prefix: ClassVar[str] = _PREFIX
+    env_prefix: ClassVar[str] = KVPLUG_PREFIX
     #: Variables that begin so but are no settings.
     other_variables: ClassVar[frozenset[str]] = frozenset({"KVPLUG_DISABLE"})
 
@@ -189,7 +187,7 @@ class Settings(BaseModel):
             message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
             example = next(iter(cls.model_fields[field].examples or ()), None)
             remedy = "" if example is None else f"; set it to, for example, {example!r}"
-            yield f"{sentence} is {values.get(field)!r}, but {message[:1].lower()}{message[1:]}{remedy}."
+            yield f"{sentence} is {reprlib.repr(values.get(field))}, but {message[:1].lower()}{message[1:]}{remedy}."
 
 
 def _unknown(what: str, name: str, known: list[str]) -> str:

@@ -228,6 +228,22 @@ def test_a_request_that_may_share_such_blocks_waits_a_step():
     assert later.saves[0].block_ids == (1, 2, 4)
 
 
+def test_asynchronous_scheduling_learns_of_failed_loads_a_step_later():
+    """Two steps are planned before the first one's result is in: who starts in either of them is held that long."""
+    scheduler = Type1Scheduler(namespace=bytes(32), block_size=BLOCK, windowed=False, steps_in_flight=2)
+    loading, shares, later = Request("a", range(12)), Request("b", range(8)), Request("c", range(9))
+    scheduler.track(loading, 4)
+    scheduler.track(shares, 4)
+    first = output({"a": 4, "b": 4}, new=[("a", 8, [1, 2, 3]), ("b", 4, [1, 2])], has_sync_kv_loads=True)
+    assert not scheduler.build_metadata(first).saves
+    scheduler.track(later, 8)
+    shares.all_token_ids.append(50)
+    second = scheduler.build_metadata(output({"b": 1, "c": 1}, new=[("c", 8, [1, 2, 4])], cached=[("b", 8, [5])]))
+    assert not second.saves
+    third = scheduler.build_metadata(output({"b": 1, "c": 1}, cached=[("b", 9, None), ("c", 9, None)]))
+    assert {s.request_id: s.block_ids for s in third.saves} == {"b": (1, 2), "c": (1, 2)}
+
+
 def test_a_local_hit_inside_a_block_is_no_foreign_load():
     """A local hit may end inside a block, which only the computed tokens tell."""
     metadata = start(make(), Request("a", range(12)), [1, 2, 3], computed=6, local=4)
@@ -295,6 +311,19 @@ def test_d9_a_reset_reaches_the_workers_with_the_next_step():
     assert scheduler.reset()
     assert scheduler.reset()
     assert scheduler.build_metadata(output({})).reset_count == 2
+
+
+def test_d9_what_runs_during_a_reset_is_not_stored():
+    """Blocks that a running request fills after a reset attend to KV from before it: not until it starts again."""
+    scheduler = make()
+    request = Request("a", range(6))
+    start(scheduler, request, [5, 6])
+    scheduler.reset()
+    request.all_token_ids += [6, 7, 8]
+    assert not scheduler.build_metadata(output({"a": 2}, cached=[("a", 6, None)])).saves
+    scheduler.build_metadata(output({}, preempted={"a"}))
+    again = scheduler.build_metadata(output({"a": 9}, cached=[("a", 0, [1, 2, 3])], resumed=["a"]))
+    assert again.saves[0].block_ids == (1, 2)
 
 
 def test_metadata_travels():

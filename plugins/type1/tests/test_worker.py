@@ -253,6 +253,15 @@ def test_a_size_below_one_block_is_refused(kv_caches):
         make(kv_caches, num_blocks=0.5, drop_last_hit=False)
 
 
+def test_a_second_paged_cache_is_refused(worker, kv_caches):
+    """Two engines in one process share vLLM's connector: the second one's blocks would get the first one's KV."""
+    from kvplug.errors import UnsupportedError
+
+    with pytest.raises(UnsupportedError, match="VLLM_ENABLE_V1_MULTIPROCESSING=1"):
+        worker.register_kv_caches(kv_caches, num_blocks=BLOCKS, page_size_bytes={})
+    worker.close()
+
+
 def test_close_gives_the_memory_back(worker):
     """Closing twice is fine, and the slab is gone."""
     worker.close()

@@ -12,7 +12,7 @@ from kvplug.cli.listing import by_reason
 from kvplug.compat import check_vllm_version
 from kvplug.discovery import DISABLE
 from kvplug.errors import UnsupportedError
-from kvplug.settings import AIBRIX_PREFIXES
+from kvplug.variables import AIBRIX_PREFIXES
 
 __all__ = ["examine"]
 
@@ -106,10 +106,10 @@ def _left_out(value: str) -> Finding:
     names = [name.strip() for name in value.split(",")]
     if _PLUGIN in names:
         why, better = "has a blank beside kvplug, and vLLM doesn't strip blanks", ",".join(names)
-    elif not value:
+    elif not any(names):
         why, better = "is set to nothing, so vLLM loads no plugin", _PLUGIN
     else:
-        why, better = "doesn't name kvplug, so vLLM doesn't load it", f"{value},{_PLUGIN}"
+        why, better = "doesn't name kvplug, so vLLM doesn't load it", ",".join([*filter(None, names), _PLUGIN])
     text = f"VLLM_PLUGINS={value!r} {why}: no connector of kvplug will be found."
     return Finding("Plugins", "problem", text, f"Unset VLLM_PLUGINS, or set VLLM_PLUGINS={better}.")
 
@@ -205,9 +205,11 @@ def _config(facts: Facts) -> Iterator[Finding]:
             continue
         known = [*facts.autoload.get("vllm_names", ()), *facts.autoload.get("registered", ())]
         near = difflib.get_close_matches(str(check["name"]), known, n=1)
-        remedy = "See `kvplug list` for the connectors that there are."
-        if near and near[0] != check["name"]:
-            remedy = f"Did you mean {near[0]!r}? {remedy}"
+        remedy = "Correct it."
+        if check["name"] not in known:
+            remedy = "See `kvplug list` for the connectors that there are."
+            if near:
+                remedy = f"Did you mean {near[0]!r}? {remedy}"
         yield Finding("Config", "problem", f"{where}: {check['error']}", remedy)
 
 

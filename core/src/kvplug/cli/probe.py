@@ -231,7 +231,9 @@ def _config(config: Any, path: str, skip: list[str]) -> Iterator[dict[str, Any]]
     if any(entry.name == answer["name"] and entry.value in skip for entry in discover().entries):
         answer["error"] = "Importing it ends the process."
     else:
-        answer |= _try(lambda: found.update(cls=_resolve(KVConnectorFactory, KVTransferConfig(**config))) or {})
+        answer |= _try(lambda: found.update(config=_parse(KVTransferConfig, config)) or {})
+        if "config" in found:
+            answer |= _try(lambda: found.update(cls=_resolve(KVConnectorFactory, found["config"])) or {})
     if "cls" not in found:
         yield answer
         return
@@ -241,8 +243,31 @@ def _config(config: Any, path: str, skip: list[str]) -> Iterator[dict[str, Any]]
         answer["settings"] = _settings(found["cls"], extra_config)
     yield answer
     if found["cls"].__name__ == "MultiConnector":
+        children = extra_config.get("connectors")
+        if not isinstance(children, list) or not children:
+            where = f"{path}.kv_connector_extra_config.connectors".lstrip(".")
+            yield {
+                **answer,
+                "path": where,
+                "settings": None,
+                "error": "MultiConnector needs a list of connectors here.",
+            }
         for index, child in enumerate(extra_config.get("connectors") or ()):
             yield from _config(child, f"{path}.connectors[{index}]".lstrip("."), skip)
+
+
+def _parse(transfer_config: Any, config: Mapping[str, Any]) -> Any:
+    """Read a configuration as vLLM does; what is wrong with it comes as one sentence."""
+    from pydantic import ValidationError
+
+    try:
+        return transfer_config(**config)
+    except ValidationError as error:
+        wrong = [
+            f"{'.'.join(map(str, problem['loc'])) or 'it'}: {problem['msg'].removeprefix('Value error, ')}"
+            for problem in error.errors(include_url=False, include_context=False)
+        ]
+        raise ValueError("; ".join(wrong)) from None
 
 
 def _resolve(factory: Any, config: Any) -> Any:

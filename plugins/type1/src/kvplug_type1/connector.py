@@ -64,6 +64,8 @@ class Type1Connector(KVConnectorBase_V1):  # type: ignore[misc]
                 namespace=namespace_fingerprint(vllm_config, kv_cache_config, model_id=settings.model_id),
                 block_size=group.block_size,
                 windowed=group.windowed,
+                # Asynchronous scheduling plans a step while the one before it runs.
+                steps_in_flight=2 if getattr(vllm_config.scheduler_config, "async_scheduling", False) else 1,
             )
         else:
             # Workers come first, so this is where a size that can't be had is refused.

@@ -33,25 +33,31 @@ class _Tracked:
     num_local_tokens: int
     #: Blocks from the start that a save has been asked for.
     num_saved_blocks: int = 0
-    #: Whether another connector brought part of its KV: then its blocks aren't ours to vouch for.
-    foreign: bool = False
+    #: Whether part of its KV isn't ours to vouch for: another connector brought it, or it is from before a reset.
+    tainted: bool = False
+    #: Whether it may share blocks of such a request whose load may still turn out to have failed.
+    held: bool = False
 
 
 class Type1Scheduler:
     """Keeps keys and block tables of the requests, and turns each step into metadata."""
 
-    def __init__(self, *, namespace: bytes, block_size: int, windowed: bool) -> None:
+    def __init__(self, *, namespace: bytes, block_size: int, windowed: bool, steps_in_flight: int = 1) -> None:
         """Start without requests.
 
         Args:
             namespace: Fingerprint that every key starts from (32 bytes).
             block_size: Tokens per block.
             windowed: Whether blocks are freed while their request still runs (sliding window).
+            steps_in_flight: Steps that may be scheduled before the first one's result is known.
 
         """
         self._namespace = namespace
         self._block_size = block_size
         self._windowed = windowed
+        self._steps_in_flight = steps_in_flight
+        # Steps until the result of the last one with another connector's loads is known.
+        self._unsure_steps = 0
         self._tracked: dict[str, _Tracked] = {}
         self._tables = BlockTables()
         self._adapters = AdapterIdentities()
@@ -95,8 +101,13 @@ class Type1Scheduler:
             del self._tracked[request.request_id]
 
     def reset(self) -> bool:
-        """Have every worker forget what it stored, before it loads anything more. Always succeeds."""
+        """Have every worker forget what it stored, before it loads anything more. Always succeeds.
+
+        What requests compute that are running now is based on KV from before: it isn't stored until they start again.
+        """
         self._reset_count += 1
+        for tracked in self._tracked.values():
+            tracked.tainted = True
         return True
 
     def build_metadata(self, scheduler_output: Any) -> Type1Metadata:
@@ -108,13 +119,12 @@ class Type1Scheduler:
         """
         self._tables.update(scheduler_output)
         starting = self._tables.new | self._tables.resumed
-        self._mark_foreign(scheduler_output, starting)
-        foreign_step = any(t.foreign for r in starting if (t := self._tracked.get(r)) is not None)
+        self._mark(scheduler_output, starting)
         loads: list[LoadRequest] = []
         saves: list[SaveRequest] = []
         for request_id, computed, scheduled in _scheduled(scheduler_output):
             tracked = self._tracked.get(request_id)
-            if tracked is None or tracked.chain is None or tracked.foreign or request_id not in self._tables:
+            if tracked is None or tracked.chain is None or tracked.tainted or request_id not in self._tables:
                 continue
             # A token that isn't known yet (asynchronous scheduling) or isn't accepted yet (speculative decoding)
             # isn't in the request's list, and nothing from its position on is usable.
@@ -131,8 +141,7 @@ class Type1Scheduler:
             last_token = computed + scheduled - drafts - 1
             if (load := self._load(tracked, request_id, computed, last_token, end)) is not None:
                 loads.append(load)
-            # In a step with another connector's loads, blocks that a starting request shares may turn out to be bad.
-            if not (foreign_step and request_id in starting):
+            if not tracked.held:
                 saves.extend(self._save(tracked, request_id, computed, end, started=request_id in starting))
         return Type1Metadata(
             candidates=tuple(load.request_id for load in loads),
@@ -141,14 +150,29 @@ class Type1Scheduler:
             reset_count=self._reset_count,
         )
 
-    def _mark_foreign(self, scheduler_output: Any, starting: set[str]) -> None:
-        """Find requests whose start another connector (under `MultiConnector`) loads in this step."""
+    def _mark(self, scheduler_output: Any, starting: set[str]) -> None:
+        """Find requests whose start another connector (under `MultiConnector`) loads in this step.
+
+        Such a load may turn out to have failed once the step's result is in. Until then its blocks can be found in
+        vLLM's own prefix cache, so requests that start meanwhile may share them, and are held.
+        """
+        if self._unsure_steps:
+            self._unsure_steps -= 1
+            if not self._unsure_steps:
+                for known in self._tracked.values():
+                    known.held = False
         may_load = compat.may_have_scheduler_side_loads(scheduler_output)
         for request_id, computed, _ in _scheduled(scheduler_output) if starting else ():
             tracked = self._tracked.get(request_id)
             if tracked is not None and request_id in starting:
                 tracked.num_saved_blocks = 0  # also fills gaps that eviction left; what is stored isn't stored again
-                tracked.foreign = may_load and computed > tracked.num_local_tokens
+                tracked.tainted = may_load and computed > tracked.num_local_tokens
+                if tracked.tainted:
+                    self._unsure_steps = self._steps_in_flight
+        if self._unsure_steps:
+            for request_id in starting:
+                if (tracked := self._tracked.get(request_id)) is not None:
+                    tracked.held = True
 
     def _load(self, tracked: _Tracked, request_id: str, computed: int, last_token: int, end: int) -> LoadRequest | None:
         first = computed // self._block_size
