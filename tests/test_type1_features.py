@@ -151,7 +151,7 @@ def test_f4_beside_another_connector(models, tmp_path):
 
     What the other connector loads, type1 neither loads nor stores again: it can't vouch for it.
     """
-    prompts = [prompt(161, 3), prompt(97, 4)]
+    prompts = [prompt(165, 3), prompt(101, 4)]
     plain = engines.run(drive, model=models("llama"), script=[OneByOne(prompts, 4)])
     expected = plain.rounds[0].outputs
     rounds = engines.run(beside_example, model=models("llama"), prompts=prompts, storage=str(tmp_path), timeout=300)
@@ -159,7 +159,7 @@ def test_f4_beside_another_connector(models, tmp_path):
         compare(outputs, wanted, atol=CLOSE)
     # Cold, type1 stores; where the other one has promised tokens, it keeps out of it.
     assert [promised for _, _, promised in rounds] == [0, 160, 96]
-    assert [counts["blocks_saved"] for _, counts, _ in rounds] == [161 // BLOCK, 97 // BLOCK, 0]
+    assert [counts["blocks_saved"] for _, counts, _ in rounds] == [165 // BLOCK, 101 // BLOCK, 0]
     assert [counts["tokens_loaded"] for _, counts, _ in rounds] == [0, 0, 0]
 
 
