@@ -8,8 +8,8 @@ from typing import Any
 
 __all__ = ["Agreement"]
 
-#: How long a rank waits for the others. Longer than any load may take, shorter than anyone would wait for an answer.
-TIMEOUT = timedelta(seconds=120)
+#: How long a rank waits for the others: as long as vLLM gives a worker for a whole step.
+TIMEOUT = timedelta(seconds=300)
 
 
 class Agreement:
