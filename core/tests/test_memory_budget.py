@@ -86,7 +86,7 @@ def test_the_budget_is_logged_once(tmp_path, lines):
     root = make_machine(tmp_path, memory=64 * GIB)
     for _ in range(3):
         check_memory(4 * GIB, 8, what="L1", root=root)
-    assert lines == ["L1: 4.00 GiB per rank, 32.00 GiB in total on this machine (8 ranks)."]
+    assert lines == ["kvplug: L1: 4.00 GiB per rank, 32.00 GiB in total on this machine (8 ranks)."]
 
 
 def test_a_total_beyond_the_machine_is_refused(tmp_path, lines):

@@ -22,10 +22,10 @@ from kvplug.manager import check_hooks
 
 __all__ = [
     "HOOK_FUNCTION",
+    "NEWEST_KNOWN_VLLM",
     "OLDEST_VLLM",
     "RUNNER_CLASS",
     "RUNNER_MODULES",
-    "TESTED_VLLM",
     "cached_requests",
     "check_vllm_version",
     "connector_members",
@@ -55,7 +55,7 @@ logger = get_logger(__name__)
 #: Oldest release whose connector interface and runners this code base knows.
 OLDEST_VLLM = (0, 14)
 #: Newest release that was read for this module. Newer ones are judged by what they contain.
-TESTED_VLLM = (0, 33)
+NEWEST_KNOWN_VLLM = (0, 33)
 
 #: The model runners that have an anchor for the hook, by the name used in messages and reports.
 RUNNER_MODULES = {
@@ -106,10 +106,10 @@ def check_vllm_version(version: str | None = None) -> str | None:
         raise UnsupportedError(
             f"vLLM {version} is too old for kvplug: install vLLM {OLDEST_VLLM[0]}.{OLDEST_VLLM[1]} or newer."
         )
-    if parsed > TESTED_VLLM:
+    if parsed > NEWEST_KNOWN_VLLM:
         return (
-            f"vLLM {version} is newer than the releases kvplug was tested with (up to "
-            f"{TESTED_VLLM[0]}.{TESTED_VLLM[1]}); kvplug judges it by what it contains."
+            f"vLLM {version} is newer than the releases kvplug knows (up to "
+            f"{NEWEST_KNOWN_VLLM[0]}.{NEWEST_KNOWN_VLLM[1]}); kvplug judges it by what it contains."
         )
     return None
 
@@ -401,7 +401,8 @@ def require_hook_support(vllm_config: Any, role: Any, connector_class: type) -> 
     if "before_update_states" in hooks and (split := split_dimensions(vllm_config)):
         raise UnsupportedError(
             f"{name} decides on the worker how much of a step is left to compute, which ranks can't agree on under "
-            f"{' and '.join(split)}: use tensor parallelism, or a connector that decides on the scheduler (type2)."
+            f"{' and '.join(split)}: use tensor parallelism, or a connector that decides on the scheduler (type2, once "
+            "there is one)."
         )
     if "before_update_states" in hooks and returns_routed_experts(vllm_config):
         raise UnsupportedError(
@@ -415,7 +416,7 @@ def require_hook_support(vllm_config: Any, role: Any, connector_class: type) -> 
         used = "no model runner" if runner_class is None else f"{runner_class.__module__}.{runner_class.__qualname__}"
         raise UnsupportedError(
             f"{name} needs the hook in one of vLLM's own model runners ({', '.join(RUNNER_MODULES.values())}), and "
-            f"this worker uses {used}: use a connector that needs no hook (type2)."
+            f"this worker uses {used}: use a connector that needs no hook (type2, once there is one)."
         )
     if hook_delivery(runner_class) is None:
         kind = runner_kind(runner_class) or ""

@@ -93,7 +93,7 @@ class Dispatcher:
             if split := compat.split_dimensions(runner.vllm_config):
                 raise UnsupportedError(
                     f"{self._loaders[0].name} can't be used with {' and '.join(split)}: use tensor parallelism, or a "
-                    "connector that decides on the scheduler (type2)."
+                    "connector that decides on the scheduler (type2, once there is one)."
                 )
             self._agreement = Agreement(compat.tensor_parallel_ranks())
         # The demo and the documentation quote this line.

@@ -45,7 +45,7 @@ def check_memory(
     available = machine_memory(root)
     line = f"{what}: {_gib(per_rank_bytes)} per rank, {_gib(total)} in total on this machine ({_ranks(ranks_on_host)})"
     if available is None:
-        _log_once(f"{line}; not checked, since the machine's memory isn't known.")
+        _log_once(f"kvplug: {line}; not checked, since the machine's memory isn't known.")
         return
     if total > available:
         # Rounded down to whole MiB, so that the number can be used as it is.
@@ -54,7 +54,7 @@ def check_memory(
             f"{line} is more than the {_gib(available)} that this machine has, or that its control group allows; set "
             f"{setting} to {largest}MiB at most."
         )
-    _log_once(f"{line}.")
+    _log_once(f"kvplug: {line}.")
 
 
 def ranks_on_host(parallel_config: Any) -> int:

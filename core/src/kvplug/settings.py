@@ -167,7 +167,9 @@ class Settings(BaseModel):
         owners = (cls, *_subclasses(Settings))
         known = {owner.variable(field) for owner in owners for field in owner.model_fields} | cls.other_variables
         for name in sorted(environ):
-            if name.startswith(cls.env_prefix) and name not in known and not _SERVICE_LINK.search(name):
+            if not environ[name] or not name.startswith(cls.env_prefix):
+                continue  # set to nothing counts as unset
+            if name not in known and not _SERVICE_LINK.search(name):
                 yield _unknown(f"Environment variable {name}", name, sorted(known))
 
     @classmethod
