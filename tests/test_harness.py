@@ -116,16 +116,6 @@ def test_a_server_serves_on_the_second_runner(zygote, models):
     assert choice["token_ids"] == zygote(_generate_plainly, model=models("llama"))[0].tokens
 
 
-def _generate_on_two_ranks(model: str) -> list[Output]:
-    return generate(make_llm(model, tensor_parallel_size=2), PROMPTS, 12)
-
-
-def test_two_ranks_give_the_same(zygote, models):
-    """Two tensor-parallel ranks, in a process each, give what one gives; the second runner reaches them, too."""
-    two = zygote(_generate_on_two_ranks, runner="v2", model=models("llama"))
-    compare(two, zygote(_generate_plainly, runner="v2", model=models("llama")), atol=1e-4)
-
-
 def _altered(outputs: list[Output], *, token: int | None = None, logprob: float = 0.0) -> list[Output]:
     """Return two outputs with another token, or another log-probability, at the third position of the second one."""
     first, second = outputs
