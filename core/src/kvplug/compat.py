@@ -38,6 +38,7 @@ __all__ = [
     "model_runner_in_use",
     "overwrites_blocks",
     "preempted_ids",
+    "refuse_split_dimensions",
     "require_hook_support",
     "resumed_ids",
     "returns_routed_experts",
@@ -47,6 +48,7 @@ __all__ = [
     "split_dimensions",
     "static_veto",
     "tensor_parallel_ranks",
+    "two_engines",
     "vllm_version",
 ]
 
@@ -369,6 +371,33 @@ def split_dimensions(vllm_config: Any) -> list[str]:
     return [f"{kind} parallelism ({size})" for kind, size in sizes.items() if size > 1]
 
 
+def refuse_split_dimensions(vllm_config: Any, connector: str) -> None:
+    """Refuse a connector that shortens steps where ranks can't agree on that.
+
+    Args:
+        vllm_config: vLLM's `VllmConfig`.
+        connector: The connector's name, for the message.
+
+    Raises:
+        UnsupportedError: There is pipeline or context parallelism.
+
+    """
+    if split := split_dimensions(vllm_config):
+        raise UnsupportedError(
+            f"{connector} decides on the worker how much of a step is left to compute, which ranks can't agree on "
+            f"under {' and '.join(split)}: use tensor parallelism, or a connector that decides on the scheduler "
+            "(type2, once there is one)."
+        )
+
+
+def two_engines(connector: str) -> UnsupportedError:
+    """Make the error for a second engine in a process, which vLLM gives the first one's connector."""
+    return UnsupportedError(
+        f"{connector} is used by two engines in one process, which share vLLM's connector: run engine cores in "
+        "processes of their own (VLLM_ENABLE_V1_MULTIPROCESSING=1), or shut one down first."
+    )
+
+
 def returns_routed_experts(vllm_config: Any) -> bool:
     """Return whether vLLM is asked to return what each computed token's experts were."""
     return bool(
@@ -398,12 +427,8 @@ def require_hook_support(vllm_config: Any, role: Any, connector_class: type) -> 
     name = connector_class.__name__
     if note := check_vllm_version():
         logger.warning("%s", note)
-    if "before_update_states" in hooks and (split := split_dimensions(vllm_config)):
-        raise UnsupportedError(
-            f"{name} decides on the worker how much of a step is left to compute, which ranks can't agree on under "
-            f"{' and '.join(split)}: use tensor parallelism, or a connector that decides on the scheduler (type2, once "
-            "there is one)."
-        )
+    if "before_update_states" in hooks:
+        refuse_split_dimensions(vllm_config, name)
     if "before_update_states" in hooks and returns_routed_experts(vllm_config):
         raise UnsupportedError(
             f"{name} skips tokens, whose routed experts vLLM then can't return: leave out "

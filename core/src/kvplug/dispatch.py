@@ -12,7 +12,6 @@ from typing import Any
 
 from kvplug import compat
 from kvplug.agreement import Agreement
-from kvplug.errors import UnsupportedError
 from kvplug.hookspecs import has_hooks
 from kvplug.log import get_logger
 from kvplug.manager import HookedConnector
@@ -90,11 +89,8 @@ class Dispatcher:
         groups = runner.kv_cache_config.kv_cache_groups
         self._block_sizes = tuple(group.kv_cache_spec.block_size for group in groups)
         if self._loaders:
-            if split := compat.split_dimensions(runner.vllm_config):
-                raise UnsupportedError(
-                    f"{self._loaders[0].name} can't be used with {' and '.join(split)}: use tensor parallelism, or a "
-                    "connector that decides on the scheduler (type2, once there is one)."
-                )
+            # A connector that vLLM loaded by module path comes here without having been asked at start.
+            compat.refuse_split_dimensions(runner.vllm_config, self._loaders[0].name)
             self._agreement = Agreement(compat.tensor_parallel_ranks())
         # The demo and the documentation quote this line.
         logger.info(
@@ -109,10 +105,7 @@ class Dispatcher:
         if not self.plugins:
             return scheduler_output
         if self._runner() is not runner:
-            raise UnsupportedError(
-                f"{self.plugins[0].name} is used by two engines in one process, which share vLLM's connector: run "
-                "engine cores in processes of their own (VLLM_ENABLE_V1_MULTIPROCESSING=1), or shut one down first."
-            )
+            raise compat.two_engines(self.plugins[0].name)
         self._tables.update(scheduler_output)
         plan = StepPlan(scheduler_output, self._tables, self._block_sizes)
         steps = self._steps(plan)

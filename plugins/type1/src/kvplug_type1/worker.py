@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from kvplug.errors import UnsupportedError
+from kvplug import compat
 from kvplug.log import RateLimited, get_logger
 from kvplug.paged import PagedCache, Transfer
 from kvplug.stats import Stats
@@ -76,10 +76,7 @@ class Type1Worker:
 
         """
         if self._tier is not None:
-            raise UnsupportedError(
-                "Type1Connector got a second paged cache: two engines in one process share vLLM's connector, so run "
-                "engine cores in processes of their own (VLLM_ENABLE_V1_MULTIPROCESSING=1), or shut one down first."
-            )
+            raise compat.two_engines("Type1Connector")
         self._paged = PagedCache.from_kv_caches(kv_caches, num_blocks=num_blocks, page_size_bytes=page_size_bytes)
         self._tier = MemoryTier.with_capacity(
             self._size_bytes,
