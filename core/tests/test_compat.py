@@ -156,6 +156,8 @@ def test_how_the_hook_was_delivered(v1_module):
     """`import` where the source was patched in memory, `file` where the call is in the file, else None."""
     cls = runner_class("v1", CALLS)
     assert compat.hook_delivery(cls) == "file"
+    v1_module.__kvplug_patches__ = ("somebody.else",)
+    assert compat.hook_delivery(cls) == "file"
     v1_module.__kvplug_patches__ = ("before_update_states.v1",)
     assert compat.hook_delivery(cls) == "import"
     assert compat.hook_delivery(runner_class("v1", "return None")) is None
@@ -172,13 +174,22 @@ def test_subclasses_inherit_the_hook_unless_they_replace_the_method(v1_module):
     assert compat.runner_kind(extended) == "v1"
 
 
-def test_device_side_counts_are_the_second_runners():
-    """Only the second runner keeps counts of running requests on the device."""
-    states = SimpleNamespace(num_computed_tokens=SimpleNamespace(gpu=[0, 0, 0]), req_id_to_index={"a": 2, "b": 0})
+def test_counts_of_computed_tokens_are_the_second_runners():
+    """Only the second runner counts by itself: on the device, and, up to 0.21, in mirrors on the host."""
+    states = SimpleNamespace(
+        num_computed_tokens=SimpleNamespace(gpu=[0, 0, 0]),
+        num_computed_prefill_tokens=[0, 0, 0],
+        prefill_len=SimpleNamespace(np=[9, 9, 5]),
+        req_id_to_index={"a": 2, "b": 0},
+    )
     second = runner_class("v2", CALLS)()
     second.req_states = states
-    compat.set_device_computed_tokens(second, {"a": 7})
-    assert states.num_computed_tokens.gpu == [0, 0, 7]
+    compat.set_device_computed_tokens(second, {"a": 7, "b": 3})
+    assert states.num_computed_tokens.gpu == [3, 0, 7]
+    assert states.num_computed_prefill_tokens == [3, 0, 5]
+    states.num_computed_tokens_np = [0, 0, 0]
+    compat.set_device_computed_tokens(second, {"a": 8})
+    assert states.num_computed_tokens_np == [0, 0, 8]
     compat.set_device_computed_tokens(runner_class("v1", CALLS)(), {"a": 7})
 
 

@@ -59,6 +59,37 @@ def test_a_preemption_that_nobody_announced(new_request, scheduler_output):
     assert tables.preempted == {"a"}
 
 
+def test_a_preemption_that_nobody_announced_on_the_second_runner(new_request, scheduler_output):
+    """There the request comes as new, with other blocks than it had: hooks see the same as on the first runner."""
+    tables = BlockTables()
+    tables.update(scheduler_output({"a": 8}, new=[new_request("a", 0, [1, 2])]))
+    tables.update(scheduler_output({"a": 8}, new=[new_request("a", 0, [7, 2])]))
+    assert (tables.preempted, tables.resumed, tables.new) == ({"a"}, {"a"}, set())
+    assert tables.block_ids("a") == ([7, 2],)
+    tables.update(scheduler_output({"a": 8}, cached=[("a", 8, [9])]))
+    assert (tables.preempted, tables.resumed) == (set(), set())
+
+
+def test_a_session_that_goes_on_was_not_preempted(new_request, scheduler_output):
+    """Streaming input: the request comes as new again, with its blocks, of which a window may have passed some."""
+    tables = BlockTables()
+    tables.update(scheduler_output({"a": 8}, new=[new_request("a", 0, [1, 2])]))
+    tables.update(scheduler_output({"a": 8}, new=[new_request("a", 8, [0, 2, 3])]))
+    assert (tables.preempted, tables.resumed, tables.new) == (set(), set(), {"a"})
+    assert tables.block_ids("a") == ([0, 2, 3],)
+
+
+def test_complete_tables_replace_what_is_known(new_request, scheduler_output):
+    """In 0.30 and 0.31 a connector of vLLM's may move blocks of running requests; others than those it names stay."""
+    tables = BlockTables()
+    tables.update(scheduler_output({"a": 8, "b": 8}, new=[new_request("a", 0, [1, 2]), new_request("b", 0, [3])]))
+    output = scheduler_output({"a": 8, "b": 8}, cached=[("a", 8, [9]), ("b", 8, [4])])
+    output.block_table_updates = {"a": ([7, 8, 9],), "gone": ([1],)}
+    tables.update(output)
+    assert (tables.block_ids("a"), tables.block_ids("b")) == (([7, 8, 9],), ([3, 4],))
+    assert "gone" not in tables
+
+
 def test_an_id_that_is_aborted_and_used_again(new_request, scheduler_output):
     """The same output may name an id as finished and as new: they are two requests."""
     tables = BlockTables()

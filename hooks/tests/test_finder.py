@@ -25,7 +25,8 @@ from vllm.v1.worker.gpu import model_runner as v2
 
 STATES = """
 import json
-print(json.dumps({entry.patches[0][-2:]: [entry.state, entry.reason] for entry in kvplug_hooks.status().values()}))
+hook = {name[-2:]: entry for name, entry in kvplug_hooks.status().items() if name.startswith("before_update_states")}
+print(json.dumps({runner: [entry.state, entry.reason] for runner, entry in hook.items()}))
 """
 
 
@@ -144,11 +145,11 @@ def test_child_processes_are_patched(sandbox, method):
             queue = context.SimpleQueue()
             process = context.Process(target=child.work, args=(queue, {method == "spawn"}))
             process.start()
-            print(*queue.get(), [entry.state for entry in kvplug_hooks.status().values()])
+            print(*queue.get(), *{{entry.state for entry in kvplug_hooks.status().values()}})
             process.join()
         """
     )
-    assert out == f"{method == 'fork'} ('{V1.module}',) ['pending', 'pending']"
+    assert out == f"{method == 'fork'} ('{V1.module}',) pending"
 
 
 def test_a_fork_while_another_thread_installs_does_not_hang(sandbox):
@@ -173,6 +174,7 @@ def test_install_is_idempotent_also_from_many_threads(sandbox):
     out = sandbox.run(
         """
         import sys, threading, kvplug_hooks
+        import kvplug.autoload  # brings a finder of importlib_metadata's
         from kvplug_hooks.finder import HookFinder
         before = list(sys.meta_path)
         barrier = threading.Barrier(4)
@@ -204,6 +206,7 @@ def test_installing_imports_neither_vllm_nor_the_parser(sandbox):
     out = sandbox.run(
         """
         import dataclasses, threading  # whoever imports vLLM has these
+        import kvplug.autoload  # which calls install()
         before = set(sys.modules)
         import kvplug_hooks
         kvplug_hooks.install()
@@ -216,7 +219,21 @@ def test_installing_imports_neither_vllm_nor_the_parser(sandbox):
     foreign, own = out.split("\n")
     assert foreign == "[]"
     assert own == str(
-        [f"kvplug_hooks.{name}" for name in ("finder", "patch", "patches", "patches.before_update_states")]
+        [
+            f"kvplug_hooks.{name}"
+            for name in (
+                "anchors",
+                "finder",
+                "loader",
+                "patch",
+                "patches",
+                "patches.before_update_states",
+                "patches.hybrid_page_size",
+                "registry",
+                "report",
+                "status",
+            )
+        ]
     )
 
 
@@ -350,7 +367,7 @@ def test_an_unmatched_anchor_leaves_vllm_alone_and_the_reason_is_kept(sandbox):
     assert "num_scheduled_tokens = scheduler_output.total_num_scheduled_tokens` 0 times instead of once" in reason
     ((level, message),) = json.loads(messages)
     assert level == "WARNING"
-    assert message.startswith(f"{V1.module} is loaded without kvplug's hook")
+    assert message.startswith(f"{V1.module} is loaded without the patch {V1.id} ({V1.purpose})")
     assert message.endswith(reason)
     assert json.loads(states)["v2"][0] == "applied"
 
@@ -414,7 +431,7 @@ def test_a_file_that_has_the_hook_is_left_alone(sandbox):
     # The same holds for a module that was imported before the finder was there.
     out = sandbox.run("from vllm.v1.worker import gpu_model_runner\n", RUN, check, STATES)
     assert out == f"{first}\n" + states.replace(
-        f"{sandbox.v1} contains the hook.", "The module was loaded from a file that contains the hook."
+        f"{V1.path} contains the patch.", "The module was loaded from a file that contains the patch."
     )
 
 
@@ -480,10 +497,12 @@ def test_uninstalling_leaves_later_imports_alone(sandbox):
         ("pending", False),
         ("applied", True),
         ("already in source", True),
+        ("not needed", False),
+        ("not concerned", False),
         ("failed", False),
         ("too late", False),
     ],
 )
 def test_live_means_that_the_hook_is_called(state, live):
     """Only a module that was loaded with the hook is live."""
-    assert PatchStatus("module", ("patch",), state, "Reason.").live is live
+    assert PatchStatus("patch", "module", state, "Reason.").live is live

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import email
+import hashlib
+import importlib.util
 import json
 import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -91,6 +94,30 @@ def _check_reuse(server: Server) -> None:
     server.post("/reset_prefix_cache")
     assert server.complete(PROMPT, return_token_ids=True)["token_ids"] == first["token_ids"]
     assert server.metric(loaded) == len(PROMPT) // 32 * 32
+
+
+def _real_files() -> dict[str, str]:
+    """Return the hashes of the model runners that the tests' own environment has."""
+    vllm = Path(importlib.util.find_spec("vllm").origin).parent
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in vllm.glob("v1/worker/**/*runner.py")}
+
+
+@pytest.mark.engine
+def test_h6_the_connector_serves_from_patched_files(fresh, models):
+    """The patch goes into the environment's own files, not where they link to, and the connector serves with it."""
+    before = _real_files()
+    engine = fresh.own_vllm()
+    fresh.command("kvplug-hooks", "apply")
+    try:
+        told = json.loads(fresh.command("kvplug-hooks", "verify", "--json"))
+        assert told["state"] == "applied"
+        assert told["folder"] == str(engine)
+        connector = {"kv_connector": "Type1Connector", "kv_role": "kv_both"}
+        with serve(models("llama"), connector=connector, python=fresh.python) as server:
+            _check_reuse(server)
+    finally:
+        fresh.command("kvplug-hooks", "revert")
+    assert _real_files() == before
 
 
 @pytest.mark.engine

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from support.jobs import Answer, Job
+from support.overlays import overlay
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -38,7 +39,8 @@ _START_TIMEOUT = 300
 #: Variables of the caller that would change what engines do. (Importing vLLM sets LD_PRELOAD.)
 _SETTINGS = re.compile(r"(VLLM|KVPLUG|AIBRIX|OMP|TORCH|TORCHDYNAMO|TRITON|HF|TRANSFORMERS)_|PYTHONPATH$|LD_PRELOAD$")
 
-_zygotes: dict[str, _Zygote] = {}
+# By model runner and release.
+_zygotes: dict[tuple[str, str | None], _Zygote] = {}
 
 
 class JobError(AssertionError):
@@ -74,6 +76,7 @@ def run(
     function: Callable[..., T],
     *,
     runner: str = "v1",
+    release: str | None = None,
     timeout: float = 120.0,
     env: Mapping[str, str | None] | None = None,
     **kwargs: Any,
@@ -86,6 +89,7 @@ def run(
     Args:
         function: A module-level function of a test module or of `support`. Its module is imported in the fork.
         runner: vLLM's model runner, ``v1`` or ``v2``. Check with `support.llm.runner_kind` that it's really used.
+        release: Another vLLM than the installed one (see `support.overlays`).
         timeout: Seconds until the fork and its children are killed.
         env: Changes of the environment: values to set, or None for variables to remove.
         **kwargs: The function's arguments; they, and its result, must be picklable.
@@ -98,9 +102,9 @@ def run(
     file = sys.modules[function.__module__].__file__
     if file is None:
         raise ValueError(f"{function.__module__} has no file, so a fork can't import it")
-    zygote = _zygotes.get(runner)
+    zygote = _zygotes.get((runner, release))
     if zygote is None:
-        zygote = _zygotes[runner] = _Zygote(runner)
+        zygote = _zygotes[runner, release] = _Zygote(runner, release)
     with tempfile.TemporaryDirectory(prefix="kvplug-job-") as folder:
         log = Path(folder) / "log"
         job = Job(
@@ -116,7 +120,7 @@ def run(
             answer = zygote.do(job)
         except BaseException:  # an interrupt, too, leaves an answer in the connection that is nobody's
             zygote.stop()
-            del _zygotes[runner]
+            del _zygotes[runner, release]
             raise
         if answer.result is None:
             output = log.read_text(errors="replace").splitlines() if log.exists() else []
@@ -132,13 +136,23 @@ def stop_all() -> None:
         _zygotes.popitem()[1].stop()
 
 
+def stop_release(release: str) -> None:
+    """End the processes that `run` started for a release that isn't the installed one."""
+    for key in [key for key in _zygotes if key[1] == release]:
+        _zygotes.pop(key).stop()
+
+
 atexit.register(stop_all)
 
 
 class _Zygote:
     """The test process's handle on one zygote process."""
 
-    def __init__(self, runner: str) -> None:
+    def __init__(self, runner: str, release: str | None) -> None:
+        environment = base_environment(runner) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        if release is not None:
+            path = [str(overlay(release)), environment.get("PYTHONPATH")]
+            environment |= {"PYTHONPATH": os.pathsep.join(filter(None, path)), "TESTS_VLLM_RELEASE": release}
         ours, theirs = socket.socketpair()
         command = (
             "import sys; sys.path.insert(0, sys.argv[1]); from support import zygote; zygote.main(int(sys.argv[2]))"
@@ -147,7 +161,7 @@ class _Zygote:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", command, str(TESTS), str(theirs.fileno())],
-                env=base_environment(runner) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+                env=environment,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,

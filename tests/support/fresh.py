@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -74,6 +75,19 @@ class FreshEnvironment:
         """
         pip = [sys.executable, *_PIP, "--python", self.python, "install", "--no-index"]
         _check([*pip, "--find-links", str(wheels), requirement])
+
+    def own_vllm(self) -> Path:
+        """Give the environment a vLLM whose folders are its own and whose files are links, as uv's link mode does it.
+
+        Returns:
+            The folder that contains the package.
+        """
+        engine = self.folder / "engine"
+        for link in (engine / "vllm", *engine.glob("vllm*.dist-info")):
+            source = link.resolve()
+            link.unlink()
+            shutil.copytree(source, link, symlinks=True, copy_function=os.symlink)
+        return engine
 
     def ask(self, code: str, *arguments: str) -> Any:
         """Run code in a new process of the environment, and return the JSON that it prints."""

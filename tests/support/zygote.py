@@ -74,8 +74,16 @@ def main(descriptor: int) -> None:
 
 
 def _preload() -> None:
+    release = os.environ.get("TESTS_VLLM_RELEASE")
+    # The list is the installed release's.
+    harmless = () if release is None else (ModuleNotFoundError,)
     for name in _PRELOADED:
-        importlib.import_module(name)
+        with suppress(*harmless):
+            importlib.import_module(name)
+    import vllm
+
+    if release is not None and vllm.__version__.partition("+")[0] != release:
+        raise RuntimeError(f"this should be vLLM {release}, and is {vllm.__version__}")
     from vllm.model_executor.models import registry
 
     # Saves a process of 20 seconds for each new architecture, whose purpose is to keep CUDA out of this one.

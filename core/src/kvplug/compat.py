@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -39,6 +39,7 @@ __all__ = [
     "overwrites_blocks",
     "preempted_ids",
     "refuse_split_dimensions",
+    "replaced_tables",
     "require_hook_support",
     "resumed_ids",
     "returns_routed_experts",
@@ -177,6 +178,11 @@ def cached_requests(scheduler_output: Any) -> Iterable[tuple[str, tuple[list[int
     return zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
 
 
+def replaced_tables(scheduler_output: Any) -> Mapping[str, tuple[list[int], ...]]:
+    """Return complete block tables of requests that replace what is known of them (HiSparse in 0.30 and 0.31)."""
+    return getattr(scheduler_output, "block_table_updates", None) or {}
+
+
 def static_veto(new_request: Any) -> str | None:
     """Return why a request must never be shortened, or None.
 
@@ -192,7 +198,7 @@ def static_veto(new_request: Any) -> str | None:
     if new_request.prompt_token_ids is None or getattr(new_request, "prompt_embeds", None) is not None:
         return "prompt_embeds"
     if getattr(new_request, "replay_start", 0):
-        return "window_replay"  # 0.32 on: the runner recomputes a window on purpose
+        return "window_replay"  # 0.31 on: the runner recomputes a window on purpose
     return None
 
 
@@ -286,11 +292,12 @@ def runner_kind(runner_class: type) -> str | None:
 
 
 def set_device_computed_tokens(runner: Any, counts: dict[str, int]) -> None:
-    """Bring the second runner's device-side count of computed tokens into line with a shortened step.
+    """Bring the second runner's own counts of computed tokens into line with a shortened step.
 
-    Its `update_requests` takes the scheduler's count of a request that is already running into a mirror on the host
-    only; positions and slots come from the device tensor, which the runner advances by itself. New and resumed
-    requests aren't running: it adds them with the count from the scheduler's output.
+    Of a request that is already running it takes the scheduler's count, if at all (from 0.22.1 on), into mirrors on the
+    host only. Positions and slots come from a tensor on the device, which the runner advances by itself; up to 0.21 it
+    advances the mirrors, too. New and resumed requests aren't running: it adds them with the count from the scheduler's
+    output.
 
     Args:
         runner: The live model runner.
@@ -301,7 +308,11 @@ def set_device_computed_tokens(runner: Any, counts: dict[str, int]) -> None:
         return
     states = runner.req_states
     for request_id, count in counts.items():
-        states.num_computed_tokens.gpu[states.req_id_to_index[request_id]] = count
+        index = states.req_id_to_index[request_id]
+        states.num_computed_tokens.gpu[index] = count
+        states.num_computed_prefill_tokens[index] = min(count, int(states.prefill_len.np[index]))
+        if hasattr(states, "num_computed_tokens_np"):  # 0.20.2 on
+            states.num_computed_tokens_np[index] = count
 
 
 def model_runner_in_use(vllm_config: Any) -> type | None:
@@ -354,7 +365,8 @@ def hook_delivery(runner_class: type) -> str | None:
         code = inspect.unwrap(method).__code__
         if HOOK_FUNCTION in code.co_names:
             module = sys.modules.get(cls.__module__)
-            return "import" if getattr(module, "__kvplug_patches__", ()) else "file"
+            patches = getattr(module, "__kvplug_patches__", ())
+            return "import" if any(patch.startswith(HOOK_FUNCTION) for patch in patches) else "file"
         if "execute_model" not in code.co_names:
             return None  # overridden, without a call of what it overrides
     return None
@@ -401,7 +413,7 @@ def two_engines(connector: str) -> UnsupportedError:
 def returns_routed_experts(vllm_config: Any) -> bool:
     """Return whether vLLM is asked to return what each computed token's experts were."""
     return bool(
-        getattr(getattr(vllm_config, "aux_output_config", None), "enabled", False)  # 0.32
+        getattr(getattr(vllm_config, "aux_output_config", None), "enabled", False)  # 0.31 on
         or getattr(getattr(vllm_config, "model_config", None), "enable_return_routed_experts", False)  # before
     )
 
@@ -459,7 +471,7 @@ def _why_not_live(kind: str) -> str:
         import kvplug_hooks
     except ImportError:
         return "install kvplug-hooks."
-    status = kvplug_hooks.status().get(RUNNER_MODULES[kind])
+    status = kvplug_hooks.status().get(f"{HOOK_FUNCTION}.{kind}")
     if status is None or not status.reason:
         return "check that VLLM_PLUGINS, if set, names kvplug."
     return str(status.reason)

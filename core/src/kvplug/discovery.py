@@ -74,7 +74,10 @@ class SkippedEntry:
 
 @dataclass(frozen=True)
 class Discovery:
-    """What `discover` found. Names in `entries` are unique; one of them may be in `skipped` too, for another claim."""
+    """What `discover` found.
+
+    Names in `entries` are unique, unless they needn't be; one of them may be in `skipped` too, for another claim.
+    """
 
     entries: tuple[ConnectorEntry, ...] = ()
     skipped: tuple[SkippedEntry, ...] = ()
@@ -85,6 +88,7 @@ def discover(
     *,
     path: Sequence[str] | None = None,
     environ: Mapping[str, str] = os.environ,
+    unique: bool = True,
 ) -> Discovery:
     """Read a group's entry points from the metadata of all installed distributions.
 
@@ -99,6 +103,7 @@ def discover(
         group: The entry-point group.
         path: Folders to look in instead of `sys.path`.
         environ: Environment to take `KVPLUG_DISABLE` from.
+        unique: Whether a name can have one value only. Else names mean nothing, and each value counts.
 
     Returns:
         The entries that can be loaded and those that are skipped. Never raises.
@@ -112,7 +117,7 @@ def discover(
             if isinstance(entry, SkippedEntry):
                 skipped.append(entry)
                 continue
-            claims[name].append(_Claim(entry, name))
+            claims[name if unique else f"{name} = {value}"].append(_Claim(entry, name))
             own_name = entry.attr.rpartition(".")[2]
             if group == CONNECTORS and own_name != name:
                 claims[own_name].append(_Claim(replace(entry, name=own_name, implied=True), name))

@@ -74,11 +74,19 @@ class BlockTables:
             self.resumed = set()
         self._take_new(scheduler_output)
         self._take_cached(scheduler_output)
+        for request_id, blocks in compat.replaced_tables(scheduler_output).items():
+            if request_id in self._tables:
+                self._tables[request_id] = tuple(list(group) for group in blocks)
 
     def _take_new(self, scheduler_output: Any) -> None:
         for request in scheduler_output.scheduled_new_reqs:
             request_id = request.req_id
-            self._tables[request_id] = tuple(list(group) for group in request.block_ids)
+            table, known = tuple(list(group) for group in request.block_ids), self._tables.get(request_id)
+            self._tables[request_id] = table
+            if known is not None and not _continues(known, table):
+                # Before 0.25.1 nobody says that reset_prefix_cache preempted it.
+                self.preempted.add(request_id)
+                self._preempted.add(request_id)
             if request_id in self._preempted:
                 self._preempted.discard(request_id)
                 self.resumed.add(request_id)
@@ -101,3 +109,14 @@ class BlockTables:
             elif blocks is not None and request_id in self._tables:
                 for known, further in zip(self._tables[request_id], blocks, strict=True):
                     known.extend(further)
+
+
+def _continues(known: tuple[list[int], ...], table: tuple[list[int], ...]) -> bool:
+    """Return whether a block table still has the blocks that it had, but for those that a window has passed.
+
+    A streaming session that goes on does, although it comes among the new requests again.
+    """
+    return all(
+        len(before) <= len(now) and all(block in (0, old) for old, block in zip(before, now, strict=False))
+        for before, now in zip(known, table, strict=True)
+    )

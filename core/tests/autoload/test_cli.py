@@ -145,6 +145,7 @@ class TestDoctor:
         assert {finding["status"] for finding in told["findings"]} >= {"ok", "problem"}
         assert told["runner"] == "v1"
         assert told["hook"] == {"v1": "import"}
+        assert told["files"] is None
 
     def test_all_well_is_exit_status_0(self, cli, monkeypatch):
         """The last line says what works."""
@@ -164,7 +165,7 @@ class TestDoctor:
         cli("doctor")
         cli("doctor", "--model", "m", "--kv-transfer-config", '{"kv_connector": "Conn"}', "--timeout", "7")
         (parts, _), (more, options) = cli.asked
-        assert parts == ("vllm", "autoload", "connectors", "runners")
+        assert parts == ("vllm", "autoload", "connectors", "runners", "files")
         assert more == (*parts, "config", "model")
         assert options == {"model": "m", "config": {"kv_connector": "Conn"}, "timeout": 7.0}
 

@@ -357,6 +357,43 @@ class TestSettings:
         assert _find(_facts(environ={"KVPLUG_DISABLE": "x"}), "Settings", "KVPLUG_DISABLE=x")
 
 
+class TestFiles:
+    """Patches that `kvplug-hooks apply` put into vLLM's files."""
+
+    def _with(self, **files):
+        part = {"error": None, "state": None, "applied": ["before_update_states.v1"], "reasons": []} | files
+        return _facts(answer=_answer(files=part))
+
+    def test_nobody_put_any_there(self):
+        """Nothing is said where files were never patched, or kvplug-hooks can't tell."""
+        for facts in (_facts(), _facts(answer=_answer(files={"error": None, "state": None}))):
+            assert not [finding for finding in examine(facts) if finding.topic == "Files"]
+
+    def test_kvplug_hooks_fails(self):
+        """An error of kvplug-hooks is a warning with its words, and no problem of vLLM's."""
+        facts = _facts(answer=_answer(files={"error": "ImportError: no such thing"}))
+        assert _find(facts, "Files", "ImportError: no such thing").status == "warning"
+        assert _problems(facts) == []
+
+    def test_they_are_there(self):
+        """The patches are named."""
+        found = _find(self._with(state="applied"), "Files", "before_update_states.v1")
+        assert (found.status, found.remedy) == ("ok", "")
+
+    @pytest.mark.parametrize("state", ["absent", "drifted", "incomplete", "unsupported"])
+    def test_something_is_wrong(self, state):
+        """What is wrong is said in the words of kvplug-hooks, and never makes the doctor fail by itself."""
+        facts = self._with(state=state, reasons=["vLLM was 0.31.0 then.", "Another."])
+        found = _find(facts, "Files", f"are {state}: vLLM was 0.31.0 then. Another.")
+        assert found.status == "warning"
+        assert "kvplug-hooks verify" in found.remedy
+        assert _problems(facts) == []
+
+    def test_this_vllm_needs_none_any_more(self):
+        """After an upgrade to a vLLM that needs no patch there is just something to tidy up."""
+        assert _find(self._with(state="not needed"), "Files", "needs no patch now").status == "note"
+
+
 def test_the_summary_is_one_line():
     """Also where an error has several."""
     answer = _answer()

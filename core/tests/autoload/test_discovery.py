@@ -85,6 +85,16 @@ def test_a_name_that_two_distributions_claim_goes_to_neither(tmp_path, distribut
         assert "two 2.5 (two:TwoConnector)" in entry.reason
 
 
+def test_where_names_mean_nothing_each_value_counts(tmp_path, distribution):
+    """Groups whose names are free have no conflicts, and a value that is declared twice counts once."""
+    distribution(tmp_path, "a", {"patches": "a:PATCHES"}, group="kvplug.patches")
+    distribution(tmp_path, "b", {"patches": "b:PATCHES"}, group="kvplug.patches")
+    found = _discover(tmp_path, group="kvplug.patches", unique=False)
+    assert sorted(entry.value for entry in found.entries) == ["a:PATCHES", "b:PATCHES"]
+    assert not found.skipped
+    assert len(_discover(tmp_path, group="kvplug.patches").skipped) == 2
+
+
 def test_a_declared_name_and_anothers_own_name_conflict(tmp_path, distribution):
     """A class is looked up by its own name in vLLM, so nobody else's connector may answer to that name."""
     distribution(tmp_path, "one", {"Fast": "one:Slow"})

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvplug_hooks.errors import PatchError
+from kvplug_hooks.source import SourceText
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -76,11 +77,10 @@ def _groups(insertions: Iterable[Insertion]) -> list[list[Insertion]]:
 def _hunk(source: list[str], group: list[Insertion]) -> Hunk:
     start = max(group[0].line - _CONTEXT, 1)
     end = min(group[-1].line - 1 + _CONTEXT, len(source))
-    added = {insertion.line: insertion.text for insertion in group}
+    added = {insertion.line: SourceText(insertion.text).lines for insertion in group}
     lines: list[str] = []
     for number in range(start, end + 1):
-        if number in added:
-            lines.append("+" + added[number].removesuffix("\n"))
+        lines += ["+" + text.removesuffix("\n") for text in added.get(number, ())]
         line = source[number - 1]
         lines.append(" " + line.removesuffix("\n"))
         if not line.endswith("\n"):

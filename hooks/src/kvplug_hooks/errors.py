@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from kvplug.errors import UnsupportedError
+try:
+    from kvplug.errors import UnsupportedError
+except ModuleNotFoundError:
+    # kvplug was uninstalled. A vLLM whose files are patched doesn't start then, and `kvplug-hooks revert` must work.
+    class UnsupportedError(RuntimeError):  # type: ignore[no-redef]
+        """Stands in for kvplug's."""
 
-__all__ = ["PatchError"]
+
+__all__ = ["PatchError", "UnsupportedError"]
 
 
 class PatchError(UnsupportedError):

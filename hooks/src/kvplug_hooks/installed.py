@@ -9,12 +9,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from packaging.version import Version
-
 from kvplug_hooks.errors import PatchError
 from kvplug_hooks.source import SourceText
+from kvplug_hooks.versions import public_version
 
 if TYPE_CHECKING:
+    from packaging.version import Version
+
     from kvplug_hooks.patch import Patch
 
 __all__ = ["Tree", "installed"]
@@ -39,20 +40,29 @@ class Tree:
             match = _VERSION.search((self.folder / "vllm" / "_version.py").read_text("utf-8"))
         except OSError:
             return None
-        return Version(Version(match[1]).public) if match else None
+        return public_version(match[1]) if match else None
 
     def source(self, patch: Patch) -> SourceText:
-        """Return the source of the module that a patch is for.
+        """Return the source of the module that a patch is for, where the newest release has it.
 
         Raises:
             PatchError: There is no such file, or it can't be decoded.
 
         """
-        path = self.folder / patch.path
+        return self.read(patch.path)
+
+    def read(self, path: str) -> SourceText:
+        """Return the source of a file, given relative to the folder.
+
+        Raises:
+            PatchError: There is no such file, or it can't be decoded.
+
+        """
+        file = self.folder / path
         try:
-            return SourceText.from_bytes(path.read_bytes())
+            return SourceText.from_bytes(file.read_bytes())
         except OSError as error:
-            raise PatchError(f"{path} can't be read ({error.strerror}); is {self.folder} the right folder?") from error
+            raise PatchError(f"{file} can't be read ({error.strerror}); is {self.folder} the right folder?") from error
 
 
 def installed() -> Tree | None:

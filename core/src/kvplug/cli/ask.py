@@ -29,7 +29,7 @@ _TAIL = 5
 class Answer:
     """What the probe said; a part that it didn't come to is missing."""
 
-    #: By part: `vllm`, `autoload`, `runners`, `model`, `config`.
+    #: By part: `vllm`, `autoload`, `runners`, `files`, `model`, `config`.
     parts: dict[str, dict[str, Any]] = field(default_factory=dict)
     #: By entry-point value: `error` (None if it can be loaded, else a sentence) and `hooks`.
     connectors: dict[str, dict[str, Any]] = field(default_factory=dict)

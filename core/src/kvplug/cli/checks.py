@@ -25,7 +25,7 @@ def examine(facts: Facts) -> list[Finding]:
     """Return all findings, in the order in which things build on each other."""
     checks = [_python, _vllm]
     if facts.install is not None:
-        checks += [_answer, _unknown_plugins, _plugins, _runner, _hook]
+        checks += [_answer, _unknown_plugins, _plugins, _runner, _hook, _files]
     checks += [_connectors, _skipped, _config, _settings, _aibrix]
     return [finding for check in checks for finding in check(facts)]
 
@@ -59,12 +59,16 @@ def _vllm(facts: Facts) -> Iterator[Finding]:
 def _answer(facts: Facts) -> Iterator[Finding]:
     """Report what kept vLLM from answering."""
     errors = {name: part["error"] for name, part in facts.answer.parts.items() if part.get("error")}
-    model = errors.pop("model", None)
+    model, files = errors.pop("model", None), errors.pop("files", None)
     for error in [*errors.values(), *filter(None, [facts.answer.error])]:
         yield Finding("vLLM", "problem", f"vLLM can't be asked: {error}", "See what `python -c 'import vllm'` says.")
     if model:
         text = f"vLLM can make no configuration for {facts.model}: {model}"
         yield Finding("Model runner", "problem", text, "Check the model's name, and that it can be had from here.")
+    if files:
+        yield Finding(
+            "Files", "warning", f"kvplug-hooks can't tell whether vLLM's files are patched: {files}", _GO_TOGETHER
+        )
 
 
 # -- vLLM's plugins --------------------------------------------------------------------------------------------------
@@ -151,6 +155,24 @@ def _hook(facts: Facts) -> Iterator[Finding]:
             yield Finding("Hook", status, text, _deliver(facts, row))
         else:
             yield Finding("Hook", "note", text, "No connector in question needs it.")
+
+
+def _files(facts: Facts) -> Iterator[Finding]:
+    """Report on patches in vLLM's files, where somebody put some; what that means for the hook is told by `_hook`."""
+    files = facts.files
+    if not files:
+        return
+    if files["state"] == "applied":
+        text = f"vLLM's files have {', '.join(files['applied'])}, as `kvplug-hooks apply` wrote them."
+        yield Finding("Files", "ok", text)
+    elif files["state"] == "not needed":
+        text = "`kvplug-hooks apply` patched this vLLM's files before, and it needs no patch now."
+        yield Finding("Files", "note", text, "Run `kvplug-hooks revert` to have that forgotten.")
+    else:
+        text = f"The patches in vLLM's files are {files['state']}: {' '.join(files['reasons'])}"
+        yield Finding(
+            "Files", "warning", text, "See `kvplug-hooks verify`; `kvplug-hooks revert` does without patches."
+        )
 
 
 def _deliver(facts: Facts, row: Mapping[str, Any]) -> str:

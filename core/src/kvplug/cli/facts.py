@@ -78,6 +78,12 @@ class Facts:
         return {kind: row for kind, row in self._part("runners").items() if isinstance(row, dict)}
 
     @property
+    def files(self) -> Mapping[str, Any]:
+        """What became of patches that `kvplug-hooks apply` put into vLLM's files; empty if there are none."""
+        part = self._part("files")
+        return {key: part[key] for key in ("state", "applied", "reasons")} if part.get("state") else {}
+
+    @property
     def checks(self) -> list[Mapping[str, Any]]:
         """The connectors of `config`, each with what vLLM makes of it."""
         return list(self._part("config").get("checks", ()))

@@ -32,9 +32,9 @@ def main(request: Mapping[str, Any]) -> None:
     """Answer a request.
 
     Args:
-        request: `parts` names what to answer, in this order: `vllm`, `autoload`, `runners`, `model`, `connectors`,
-            `config`. `model` is a model's name or path, `config` the value of `--kv-transfer-config`, `skip` lists
-            connectors, by their entry points' values, that aren't to be loaded.
+        request: `parts` names what to answer, in this order: `vllm`, `autoload`, `runners`, `files`, `model`,
+            `connectors`, `config`. `model` is a model's name or path, `config` the value of `--kv-transfer-config`,
+            `skip` lists connectors, by their entry points' values, that aren't to be loaded.
 
     """
     # Whatever is imported may write to standard output, also from C: what is written there goes to standard
@@ -132,12 +132,21 @@ def _runner(module: str) -> dict[str, Any]:
     return answer
 
 
+def _files() -> dict[str, Any]:
+    """Say what became of patches that `kvplug-hooks apply` put into vLLM's files; no state if there are none."""
+    if importlib.util.find_spec("kvplug_hooks") is None:
+        return {"state": None}
+    from kvplug_hooks.deliver import file_state
+
+    return file_state() or {"state": None}
+
+
 def _hook_status(module: str, *, imported: bool) -> str:
     """Return what kvplug-hooks says about a module: that it was imported with, or what its source allows."""
     if imported:
         from kvplug_hooks import status
 
-        return str(status()[module].reason)
+        return " ".join(entry.reason for entry in status().values() if entry.module == module)
     from kvplug_hooks.check import check
     from kvplug_hooks.installed import installed
     from kvplug_hooks.patches import all_patches
@@ -276,7 +285,12 @@ def _resolve(factory: Any, config: Any) -> Any:
     return factory.get_connector_class(config)
 
 
-_PARTS: dict[str, Callable[[], dict[str, Any]]] = {"vllm": _vllm, "autoload": _autoload, "runners": _runners}
+_PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "vllm": _vllm,
+    "autoload": _autoload,
+    "runners": _runners,
+    "files": _files,
+}
 
 
 if __name__ == "__main__":

@@ -1,10 +1,8 @@
-"""The patches that this distribution knows."""
+"""The patches that this distribution declares: each module here has some, in `PATCHES`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
-
-from kvplug_hooks.patches import before_update_states
 
 if TYPE_CHECKING:
     from kvplug_hooks.patch import Patch
@@ -13,5 +11,7 @@ __all__ = ["all_patches"]
 
 
 def all_patches() -> tuple[Patch, ...]:
-    """Return every declared patch."""
-    return before_update_states.PATCHES
+    """Return every patch that this distribution declares."""
+    from kvplug_hooks.registry import own_patches
+
+    return own_patches()

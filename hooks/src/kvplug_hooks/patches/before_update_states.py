@@ -15,7 +15,7 @@ _IMPORT_FROM = "kvplug.dispatch"
 _IMPORT_NAME = "before_update_states"
 _CALL = "scheduler_output = before_update_states(self, scheduler_output)"
 
-# The second runner takes no connectors before 0.15.
+# The second runner takes no connectors yet.
 _V1_ONLY = ("0.14.0", "0.14.1")
 _BOTH = (
     "0.15.1",
@@ -66,6 +66,7 @@ V2 = Patch(
     import_name=_IMPORT_NAME,
     call=_CALL,
     known_releases=_BOTH,
+    older_releases="Before 0.15 the second model runner takes no connectors.",
 )
 
 PATCHES = (V1, V2)
