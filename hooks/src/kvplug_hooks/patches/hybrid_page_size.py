@@ -48,6 +48,7 @@ HYBRID_PAGE_SIZE = Patch(
         "0.27.1",
         "0.28.0",
     ),
+    older_releases="Before 0.19 vLLM has none of the models that the patch concerns.",
     # The engine core imports the module at its top, before it loads plugins.
     applied="replace",
     # Qwen3.5 and Qwen3.6, which share them, dense and MoE, and the retriever that is built on them.
