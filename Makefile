@@ -1,6 +1,8 @@
 # make demo    builds the environment and runs the demo; options: make demo ARGS="..."
 # make test    builds the environment, then all checks and tests
 # make check   the fast loop: lint, format, types, unit tests
+# make test-0.19  builds an environment with vLLM 0.19.1 beside it (3 GB), and runs the tests for that version
+# make soak    serves with type1 for minutes and checks that nothing grows; options: make soak ARGS="--minutes 30"
 # make env     builds the environment only; options: make env ARGS="--torch-index URL"
 # make clean   removes what was built, but for the environment; make distclean removes that, too
 
@@ -8,7 +10,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check env lint built clean distclean
+.PHONY: help demo test test-0.19 soak check env env-0.19 lint built clean distclean
 
 help:
 	@grep '^# make' Makefile | cut -c 3-
@@ -19,12 +21,22 @@ demo: built
 test: lint
 	$(BIN)/python -m pytest $(ARGS)
 
+# Only this run collects tests/v019: see tests/conftest.py.
+test-0.19: env-0.19
+	.venv-0.19/bin/python -m pytest tests/v019 $(ARGS)
+
 check: lint
 	$(BIN)/python -m pytest -m "not engine and not install" $(ARGS)
+
+soak: built
+	@cd tests && ../$(BIN)/python -m support.soak $(ARGS)
 
 # ARGS are those of the target that was asked for, so only `make env` passes them to the set-up.
 env:
 	@$(PYTHON) scripts/setup_env.py $(ARGS)
+
+env-0.19:
+	@$(PYTHON) scripts/setup_env.py --vllm 0.19.1
 
 built:
 	@$(PYTHON) scripts/setup_env.py
@@ -39,4 +51,4 @@ clean:
 	find core hooks plugins tests scripts benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf .venv
+	rm -rf .venv .venv-0.19

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import traceback
 import types
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,9 @@ _PRELOADED = (
     "vllm.v1.spec_decode.eagle",
 )
 
+#: Of these, what older releases don't have (see tests/v019).
+_OPTIONAL = frozenset({"vllm.entrypoints.launchers.cli_args", "vllm.models.deepseek_v4"})
+
 _RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
 
 _PR_SET_PDEATHSIG = 1
@@ -75,7 +78,8 @@ def main(descriptor: int) -> None:
 
 def _preload() -> None:
     for name in _PRELOADED:
-        importlib.import_module(name)
+        with suppress(ModuleNotFoundError) if name in _OPTIONAL else nullcontext():
+            importlib.import_module(name)
     from vllm.model_executor.models import registry
 
     # Saves a process of 20 seconds for each new architecture, whose purpose is to keep CUDA out of this one.
