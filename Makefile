@@ -3,6 +3,7 @@
 # make check   the fast loop: lint, format, types, unit tests
 # make test-0.19  builds an environment with vLLM 0.19.1 beside it (3 GB), and runs the tests for that version
 # make soak    serves with type1 for minutes and checks that nothing grows; options: make soak ARGS="--minutes 30"
+# make bench-type1   measures what type1 costs and gains, in minutes; options: make bench-type1 ARGS="--only copies"
 # make env     builds the environment only; options: make env ARGS="--torch-index URL"
 # make clean   removes what was built, but for the environment; make distclean removes that, too
 
@@ -30,6 +31,9 @@ check: lint
 
 soak: built
 	@cd tests && ../$(BIN)/python -m support.soak $(ARGS)
+
+bench-type1: built
+	@$(BIN)/python -m benchmarks.type1 $(ARGS)
 
 # ARGS are those of the target that was asked for, so only `make env` passes them to the set-up.
 env:

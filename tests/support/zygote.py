@@ -38,6 +38,7 @@ _PRELOADED = (
     "vllm.entrypoints.launchers.cli_args",
     "vllm.lora.layers",
     "vllm.models.deepseek_v4",
+    "vllm.model_executor.layers.quantization.online.base",
     "vllm.model_executor.model_loader.default_loader",
     "vllm.model_executor.models.llama",
     "vllm.model_executor.models.mistral",
@@ -49,10 +50,23 @@ _PRELOADED = (
     "vllm.v1.sample.ops.penalties",
     "vllm.v1.spec_decode.draft_model",
     "vllm.v1.spec_decode.eagle",
+    "vllm.v1.watermarking.gpu_sampler",
+    "vllm.v1.worker.gpu.model_states",
+    "vllm.v1.worker.gpu.pool.pooling_runner",
+    "vllm.v1.worker.lora_model_runner_mixin",
 )
 
 #: Of these, what older releases don't have (see tests/v019).
-_OPTIONAL = frozenset({"vllm.entrypoints.launchers.cli_args", "vllm.models.deepseek_v4"})
+_OPTIONAL = frozenset(
+    {
+        "vllm.entrypoints.launchers.cli_args",
+        "vllm.model_executor.layers.quantization.online.base",
+        "vllm.models.deepseek_v4",
+        "vllm.v1.watermarking.gpu_sampler",
+        "vllm.v1.worker.gpu.model_states",
+        "vllm.v1.worker.gpu.pool.pooling_runner",
+    }
+)
 
 _RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
 

@@ -42,14 +42,14 @@ class StepRequest:
     #: be shortened (prompt log-probabilities, pooling, prompt embeddings, encoder inputs, scheduler-side loads).
     num_skippable_tokens: int
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 - by name everywhere but where there are hundreds to make
         self,
         request_id: str,
         num_computed_tokens: int,
         num_scheduled_tokens: int,
         block_ids: BlockIds | Callable[[str], BlockIds],
         num_draft_tokens: int = 0,
-        is_new: bool = False,  # noqa: FBT001, FBT002 - by name everywhere but where there are many to make
+        is_new: bool = False,  # noqa: FBT001, FBT002
         is_resumed: bool = False,  # noqa: FBT001, FBT002
         num_skippable_tokens: int = 0,
     ) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -129,7 +130,8 @@ class PatchingLoader:
         if spec is None:
             raise ImportError(f"{module.__name__} has no spec, and can't be loaded without one.")
         try:
-            patched = self._patch(spec)
+            with _no_collections():
+                patched = self._patch(spec)
         except Exception as error:  # noqa: BLE001 - whatever it is, vLLM must still load
             self._warn(self._finder.record(spec.name, "failed", str(error) or repr(error)))
             self._exec_unpatched(module, spec)
@@ -200,6 +202,24 @@ class PatchingLoader:
             outcome.module,
             outcome.reason,
         )
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Hold the garbage collector back.
+
+    Parsing makes so many objects at once that it would go over everything a worker has imported by then, several
+    times, and none of it is garbage: that takes longer than parsing.
+    """
+    import gc
+
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 _finder = HookFinder(all_patches())
