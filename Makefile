@@ -2,6 +2,9 @@
 # make test    builds the environment, then all checks and tests
 # make check   the fast loop: lint, format, types, unit tests
 # make matrix  checks the hook in every vLLM release that it is for, and records what it finds
+# make test-0.19  builds an environment with vLLM 0.19.1 beside it (3 GB), and runs the tests for that version
+# make soak    serves with type1 for minutes and checks that nothing grows; options: make soak ARGS="--minutes 30"
+# make bench-type1   measures what type1 costs and gains, in minutes; options: make bench-type1 ARGS="--only copies"
 # make env     builds the environment only; options: make env ARGS="--torch-index URL"
 # make clean   removes what was built, but for the environment; make distclean removes that, too
 
@@ -9,7 +12,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check matrix env lint built clean distclean
+.PHONY: help demo test test-0.19 soak bench-type1 check matrix env env-0.19 lint built clean distclean
 
 help:
 	@grep '^# make' Makefile | cut -c 3-
@@ -20,15 +23,28 @@ demo: built
 test: lint
 	$(BIN)/python -m pytest $(ARGS)
 
+# Only this run collects tests/v019: see tests/conftest.py.
+test-0.19: env-0.19
+	.venv-0.19/bin/python -m pytest tests/v019 $(ARGS)
+
 check: lint
 	$(BIN)/python -m pytest -m "not engine and not install" $(ARGS)
 
 matrix: built
 	$(BIN)/python scripts/matrix.py $(ARGS)
 
+soak: built
+	@cd tests && ../$(BIN)/python -m support.soak $(ARGS)
+
+bench-type1: built
+	@$(BIN)/python -m benchmarks.type1 $(ARGS)
+
 # ARGS are those of the target that was asked for, so only `make env` passes them to the set-up.
 env:
 	@$(PYTHON) scripts/setup_env.py $(ARGS)
+
+env-0.19:
+	@$(PYTHON) scripts/setup_env.py --vllm 0.19.1
 
 built:
 	@$(PYTHON) scripts/setup_env.py
@@ -43,4 +59,4 @@ clean:
 	find core hooks plugins tests scripts benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf .venv
+	rm -rf .venv .venv-0.19

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
+#: Tests of another vLLM, run by its own Python: `make test-0.19` names them.
+collect_ignore = ["v019"]
+
+
 @pytest.fixture(scope="session")
 def models() -> Callable[[str], str]:
     """Return `support.models.model_path`: a tiny model's folder by its name."""

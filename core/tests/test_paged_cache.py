@@ -12,6 +12,7 @@ import torch
 
 from kvplug.errors import UnsupportedError
 from kvplug.paged import PagedCache
+from kvplug.paged.host import HostCopier
 from kvplug.paged.layout import fuse, read_layer
 from kvplug.paged.staged import StagedCopier
 from kvplug.store import Slab
@@ -140,6 +141,14 @@ def _host(case):
     return PagedCache.from_kv_caches(case.caches, num_blocks=NUM_BLOCKS, page_size_bytes=case.pages)
 
 
+def _by_numpy(case):
+    layers, regions = zip(
+        *(read_layer(name, t, NUM_BLOCKS, case.pages.get(name)) for name, t in case.caches.items()), strict=True
+    )
+    fused = fuse(regions)
+    return PagedCache(layers, fused, HostCopier(fused, None))
+
+
 def _staged(case):
     layers, regions = zip(
         *(read_layer(name, t, NUM_BLOCKS, case.pages.get(name)) for name, t in case.caches.items()), strict=True
@@ -149,7 +158,7 @@ def _staged(case):
     return PagedCache(layers, fused, StagedCopier(fused, torch.device("cpu"), QuietStream(), staging_bytes))
 
 
-@pytest.fixture(params=[_host, _staged], ids=["host", "staged"])
+@pytest.fixture(params=[_host, _by_numpy, _staged], ids=["host", "numpy", "staged"])
 def make(request):
     return request.param
 
@@ -207,15 +216,15 @@ def test_a_swapped_block_is_noticed(make, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_both_ways_of_copying_fill_slots_alike(layout):
+def test_all_ways_of_copying_fill_slots_alike(layout):
     """What one way of copying stored, the other can load: slots have the same bytes."""
     case = LAYOUTS[layout](torch.bfloat16)
     slabs = []
-    for paged in (_host(case), _staged(case)):
+    for paged in (_host(case), _by_numpy(case), _staged(case)):
         slabs.append(Slab(4, paged.block_bytes))
         paged.gather([8, 1, 4], slabs[-1], [0, 3, 2]).wait()
     for slot in (0, 2, 3):
-        assert (slabs[0].view(slot) == slabs[1].view(slot)).all()
+        assert all((slab.view(slot) == slabs[0].view(slot)).all() for slab in slabs)
 
 
 def test_equal_layouts_have_equal_slots():

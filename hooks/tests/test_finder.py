@@ -50,6 +50,33 @@ def test_both_runners_call_the_hook_and_use_its_result(sandbox):
     assert out.split("\n") == ["7 True", "4", "5", "True ('before_update_states.v1',)"]
 
 
+@pytest.mark.parametrize("before", ["enable", "disable"])
+def test_nothing_is_collected_while_a_module_is_patched(sandbox, before):
+    """The garbage collector, which would go over all of vLLM, waits; afterwards it is as it was."""
+    out = sandbox.run(
+        f"""
+        import gc, sys
+        import kvplug_hooks.edit
+        gc.{before}()
+        gc.set_threshold(1)
+        collected_in = set()
+        def note(phase, info):
+            frame = sys._getframe()
+            while frame is not None:
+                collected_in.add(frame.f_globals["__name__"])
+                frame = frame.f_back
+        gc.callbacks.append(note)
+        """,
+        RUN,
+        """
+        print("kvplug_hooks.edit" in collected_in, "kvplug_hooks.finder" in collected_in, gc.isenabled())
+        print(kvplug_hooks.patched_modules() == (v1.__name__, v2.__name__))
+        """,
+    )
+    # The finder does more than patching, so elsewhere in it the collector runs, if it may at all.
+    assert out.split("\n") == [f"False {before == 'enable'} {before == 'enable'}", "True"]
+
+
 def test_without_the_finder_there_is_no_hook(sandbox):
     """The control for the tests here: the made-up vLLM has no hook of its own, and status says so."""
     out = sandbox.run(

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from support import llm as engine
-from support.llm import Output
+from support.llm import Embedded, Output
+from support.stored import Stored, adopt, corrupt, put, take
 
 #: A `kv_transfer_config` as a user would write it, with little memory.
 TYPE1: dict[str, Any] = {
@@ -32,11 +33,12 @@ def type1(**settings: Any) -> dict[str, Any]:
 class Generate:
     """Generate for some prompts at once; see `support.llm.generate`."""
 
-    prompts: Sequence[Sequence[int]]
+    prompts: Sequence[Sequence[int] | Embedded]
     max_tokens: int = 8
     lora: tuple[int, str] | None = None
     salt: str | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
+    each: Sequence[dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,28 @@ class ResetAll:
 class Corrupt:
     """Spoil the blocks in the connector's L1: the negative control of an equality test."""
 
+    #: Only layers whose names start with this.
+    layers: str = ""
+
+
+@dataclass(frozen=True)
+class Take:
+    """Keep what is in the connector's L1 for the `Result`."""
+
+
+@dataclass(frozen=True)
+class Put:
+    """Put another engine's blocks into the connector's L1, under that engine's keys."""
+
+    stored: Stored
+
+
+@dataclass(frozen=True)
+class Adopt:
+    """Let requests have another engine's keys from now on: the control of tests that keys tell engines apart."""
+
+    stored: Stored
+
 
 @dataclass(frozen=True)
 class Abort:
@@ -77,6 +101,8 @@ class Round:
     outputs: list[Output]
     #: What the connector's and the dispatcher's counts grew by.
     counts: Counter[str]
+    #: Tokens that speculative decoding drafted, and those of them that were accepted.
+    drafts: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
@@ -88,6 +114,8 @@ class Result:
     preemptions: int
     #: State that must be 0 when nothing is running.
     leftovers: dict[str, int]
+    #: What was in the connector's L1 at each `Take`.
+    stored: list[Stored] = field(default_factory=list)
 
 
 def drive(
@@ -104,22 +132,28 @@ def drive(
     the results of this one are known.
     """
     if asynchronous:
-        _keep_asynchronous_scheduling()
+        keep_asynchronous_scheduling()
     llm = engine.make_llm(model, connector=connector, **engine_args)
     assert asynchronous == (type(engine.scheduler(llm)).__name__ == "AsyncScheduler")
-    preemptions = count_preemptions(llm)
+    preemptions, drafts = count_preemptions(llm), count_drafts(llm)
     rounds = []
+    taken = []
     for operation in script:
+        if isinstance(operation, Take):
+            taken.append(take(llm))
+            continue
         before = counts(llm) if connector else Counter()
+        drafts.clear()
         outputs = perform(llm, operation)
         if outputs is not None:
             grown = counts(llm) if connector else Counter()
             grown.subtract(before)
-            rounds.append(Round(outputs, grown))
-    return Result(rounds, len(preemptions), leftovers(llm) if connector else {})
+            rounds.append(Round(outputs, grown, Counter(drafts)))
+    return Result(rounds, len(preemptions), leftovers(llm) if connector else {}, taken)
 
 
-def _keep_asynchronous_scheduling() -> None:
+def keep_asynchronous_scheduling() -> None:
+    """Let engines made from now on in this process use asynchronous scheduling, which vLLM switches off on CPUs."""
     from vllm.platforms.cpu import CpuPlatform
 
     inner = CpuPlatform.check_and_update_config.__func__
@@ -134,16 +168,21 @@ def _keep_asynchronous_scheduling() -> None:
 def perform(llm: Any, operation: Any) -> list[Output] | None:
     """Do one operation of a script; return what it generated, if it generates."""
     match operation:
-        case Generate(prompts, max_tokens, lora, salt, sampling):
-            return engine.generate(llm, prompts, max_tokens, lora=lora, salt=salt, **sampling)
+        case Generate(prompts, max_tokens, lora, salt, sampling, each):
+            return engine.generate(llm, prompts, max_tokens, lora=lora, salt=salt, each=each, **sampling)
         case OneByOne(prompts, max_tokens):
             return [engine.generate(llm, [prompt], max_tokens)[0] for prompt in prompts]
         case ResetLocal():
             engine.reset_local_cache(llm)
         case ResetAll():
+            engine.finish_steps(llm)
             assert llm.llm_engine.reset_prefix_cache(reset_connector=True)
-        case Corrupt():
-            corrupt(llm)
+        case Corrupt(layers):
+            corrupt(llm, layers)
+        case Put(content):
+            put(llm, content)
+        case Adopt(content):
+            adopt(llm, content)
         case Abort(prompts, num_steps):
             abort(llm, prompts, num_steps)
         case _:
@@ -179,21 +218,6 @@ def leftovers(llm: Any) -> dict[str, int]:
     }
 
 
-def corrupt(llm: Any) -> None:
-    """Give every key another block's KV, with the layers exchanged.
-
-    Exchanging blocks alone wouldn't do: attention doesn't care in which order a sequence's KV comes.
-    """
-    import numpy as np
-
-    tier = engine.connector(llm).worker.tier
-    used = tier.allocator.used
-    assert used > 1, "nothing to exchange"
-    contents = [tier.slab.view(slot).copy() for slot in range(used)]
-    for slot in range(used):
-        tier.slab.view(slot)[:] = np.roll(contents[(slot + 1) % used], tier.slab.slot_bytes // 2)
-
-
 def abort(llm: Any, prompts: Sequence[Sequence[int]], num_steps: int) -> None:
     """Add requests, run some steps, abort all of them."""
     from vllm import SamplingParams
@@ -226,4 +250,20 @@ def count_preemptions(llm: Any) -> list[int]:
         return inner(request, *args, **kwargs)
 
     scheduler._preempt_request = preempt
+    return seen
+
+
+def count_drafts(llm: Any) -> Counter[str]:
+    """Count, from now on in what is returned, the tokens that are drafted and those of them that are accepted."""
+    scheduler = engine.scheduler(llm)
+    inner = scheduler.make_spec_decoding_stats
+    seen: Counter[str] = Counter()
+
+    def make_spec_decoding_stats(
+        stats: Any, num_draft_tokens: int, num_accepted_tokens: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        seen.update(drafted=num_draft_tokens, accepted=num_accepted_tokens)
+        return inner(stats, num_draft_tokens, num_accepted_tokens, *args, **kwargs)
+
+    scheduler.make_spec_decoding_stats = make_spec_decoding_stats
     return seen

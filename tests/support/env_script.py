@@ -13,10 +13,14 @@ if TYPE_CHECKING:
 #: The clone that the tests are in.
 ROOT = Path(__file__).resolve().parents[2]
 
+_SCRIPTS = ROOT / "scripts"
+
 
 def load_setup_env() -> ModuleType:
     """Return ``scripts/setup_env.py`` as a module of its own: changes to it reach nobody else."""
-    spec = importlib.util.spec_from_file_location("setup_env", ROOT / "scripts" / "setup_env.py")
+    if str(_SCRIPTS) not in sys.path:
+        sys.path.append(str(_SCRIPTS))  # as it is where the script runs
+    spec = importlib.util.spec_from_file_location("setup_env", _SCRIPTS / "setup_env.py")
     if spec is None or spec.loader is None:
         raise ImportError("scripts/setup_env.py is not a Python module")
     module = importlib.util.module_from_spec(spec)

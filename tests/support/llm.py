@@ -7,7 +7,7 @@ import this one.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,14 +23,23 @@ class Output:
     Attributes:
         tokens: The generated token ids.
         logprobs: For each generated token, log-probabilities by token id: of the likeliest ones and the chosen one.
+        prompt_logprobs: The same for each token of the prompt, none for its first; empty if they weren't asked for.
     """
 
     tokens: list[int]
     logprobs: list[dict[int, float]]
+    prompt_logprobs: list[dict[int, float]] = field(default_factory=list)
 
     def first(self, count: int) -> Output:
         """Return the output as it would be if it had ended after `count` tokens."""
-        return Output(self.tokens[:count], self.logprobs[:count])
+        return Output(self.tokens[:count], self.logprobs[:count], self.prompt_logprobs)
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """A prompt that is given as the embeddings of its tokens; the engine needs ``enable_prompt_embeds=True``."""
+
+    tokens: Sequence[int]
 
 
 def make_llm(
@@ -82,47 +91,73 @@ def make_llm(
 
 def generate(
     llm: LLM,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int] | Embedded],
     max_tokens: int = 16,
     *,
     logprobs: int = 5,
     lora: tuple[int, str] | None = None,
     salt: str | None = None,
+    each: Sequence[Mapping[str, Any]] | None = None,
     **sampling: Any,
 ) -> list[Output]:
     """Generate greedily for all prompts at once, always `max_tokens` tokens each.
 
     Args:
         llm: The engine.
-        prompts: Token ids of each prompt.
+        prompts: Token ids of each prompt, or its embeddings.
         max_tokens: Tokens to generate per prompt.
         logprobs: How many of the likeliest tokens to report per position.
         lora: Number and folder of a LoRA adapter to use for all prompts.
         salt: vLLM's ``cache_salt`` for all prompts.
-        **sampling: Further arguments of vLLM's ``SamplingParams``.
+        each: What `sampling` is for each prompt alone; wins over that.
+        **sampling: Further arguments of vLLM's ``SamplingParams``. ``structured_outputs`` may be a dict.
 
     Returns:
-        One output per prompt, in the order of the prompts.
+        One output per prompt, in the order of the prompts; `n` of them where that is more than 1.
     """
-    from vllm import SamplingParams
-    from vllm.inputs import TokensPrompt
     from vllm.lora.request import LoRARequest
 
-    parameters = SamplingParams(
-        **{"temperature": 0.0, "ignore_eos": True, "max_tokens": max_tokens, "logprobs": logprobs} | sampling
-    )
-    inputs = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
+    common = {"temperature": 0.0, "ignore_eos": True, "max_tokens": max_tokens, "logprobs": logprobs} | sampling
+    parameters = [_sampling_parameters(common | dict(own)) for own in each or [{} for _ in prompts]]
+    inputs = [_to_input(llm, prompt) for prompt in prompts]
     if salt is not None:
         for one in inputs:
             one["cache_salt"] = salt
     adapter = None if lora is None else LoRARequest(f"lora{lora[0]}", lora[0], lora[1])
     answers = llm.generate(inputs, parameters, lora_request=adapter, use_tqdm=False)
-    return [_to_output(answer.outputs[0]) for answer in answers]
+    return [
+        replace(to_output(completion), prompt_logprobs=_to_logprobs(answer.prompt_logprobs))
+        for answer in answers
+        for completion in answer.outputs
+    ]
 
 
-def _to_output(completion: Any) -> Output:
-    positions = [{token: entry.logprob for token, entry in position.items()} for position in completion.logprobs or []]
-    return Output(list(completion.token_ids), positions)
+def _sampling_parameters(arguments: Mapping[str, Any]) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    grammar = arguments.get("structured_outputs")
+    if isinstance(grammar, dict):
+        arguments = {**arguments, "structured_outputs": StructuredOutputsParams(**grammar)}
+    return SamplingParams(**arguments)
+
+
+def _to_input(llm: LLM, prompt: Sequence[int] | Embedded) -> Any:
+    import torch
+    from vllm.inputs import EmbedsPrompt, TokensPrompt
+
+    if isinstance(prompt, Embedded):
+        return EmbedsPrompt(prompt_embeds=model_runner(llm).model.embed_input_ids(torch.tensor(prompt.tokens)))
+    return TokensPrompt(prompt_token_ids=list(prompt))
+
+
+def to_output(completion: Any) -> Output:
+    """Return what matters of one of vLLM's `CompletionOutput`s."""
+    return Output(list(completion.token_ids), _to_logprobs(completion.logprobs))
+
+
+def _to_logprobs(positions: Sequence[Mapping[int, Any] | None] | None) -> list[dict[int, float]]:
+    return [{token: entry.logprob for token, entry in (position or {}).items()} for position in positions or []]
 
 
 def compare(actual: Sequence[Output], expected: Sequence[Output], *, atol: float = 0.0) -> None:
@@ -143,6 +178,13 @@ def compare(actual: Sequence[Output], expected: Sequence[Output], *, atol: float
             raise AssertionError(
                 f"request {request}: log-probabilities for {len(one.logprobs)} tokens instead of {len(other.logprobs)}"
             )
+        if len(one.prompt_logprobs) != len(other.prompt_logprobs):
+            raise AssertionError(
+                f"request {request}: log-probabilities for {len(one.prompt_logprobs)} tokens of the prompt instead of "
+                f"{len(other.prompt_logprobs)}"
+            )
+        for position, (here, there) in enumerate(zip(one.prompt_logprobs, other.prompt_logprobs, strict=True)):
+            _compare_logprobs(here, there, atol, f"request {request}, prompt position {position}")
         for position, (token, wanted) in enumerate(zip(one.tokens, other.tokens, strict=True)):
             where = f"request {request}, output position {position}"
             if token != wanted:
@@ -157,7 +199,7 @@ def _compare_logprobs(one: Mapping[int, float], other: Mapping[int, float], atol
         right = other[token] if token in other else min(other.values())
         # An exact comparison takes no substitutes; and a NaN differs from everything.
         comparable = (token in one and token in other) or atol > 0
-        if not (comparable and abs(left - right) <= atol):
+        if not (comparable and (left == right or abs(left - right) <= atol)):  # a grammar's are minus infinity
             raise AssertionError(
                 f"{where}: token {token} has log-probability {one.get(token)} instead of {other.get(token)} "
                 f"(tolerance {atol})"
@@ -166,8 +208,15 @@ def _compare_logprobs(one: Mapping[int, float], other: Mapping[int, float], atol
 
 def reset_local_cache(llm: LLM) -> None:
     """Empty vLLM's own prefix cache, and leave what the connector holds: the next hit is the connector's."""
+    finish_steps(llm)
     if not llm.reset_prefix_cache():
         raise AssertionError("vLLM did not reset its prefix cache: are requests still running?")
+
+
+def finish_steps(llm: LLM) -> None:
+    """Let steps end that are under way for requests that are gone: asynchronous scheduling leaves some."""
+    while _engine_core(llm).batch_queue:
+        llm.llm_engine.step()
 
 
 def connector(llm: LLM) -> Any:

@@ -4,7 +4,7 @@ A model with the usual small initialisation repeats one token whatever its KV is
 read. So weights here are scaled to keep activations and logits large (see `_scale_weights`).
 
 `model_path` makes the whole set once, in a process of its own (torch stays out of pytest's), and keeps it in
-``build/test-models``, keyed by this file's content. All models have a byte-level tokenizer of 256 + 3 tokens.
+``build/test-models``, keyed by what makes it. All models have a byte-level tokenizer of 256 + 3 tokens.
 """
 
 from __future__ import annotations
@@ -22,12 +22,17 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from support.quantize import to_awq, to_int8
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import torch
 
 _ROOT = Path(__file__).resolve().parents[2]
+
+#: What decides the models' content.
+_SOURCES = ("models.py", "quantize.py")
 
 #: Number of token ids that are bytes: prompts take ids in ``range(BYTES)``. Three special tokens follow.
 BYTES = 256
@@ -59,34 +64,43 @@ def model_path(name: str) -> str:
 
     Args:
         name: ``llama`` (4 layers, grouped-query attention), ``mistral_sliding`` (all layers have a sliding window of
-            64 tokens), ``gemma3`` (sliding and full layers: several KV-cache groups), ``lora1`` and ``lora2``
-            (adapters of ``llama``), ``llama_eagle`` (EAGLE head for ``llama``) or ``llama_draft`` (its first two
-            layers, a draft model).
+            64 tokens), ``gemma3`` (sliding and full layers: several KV-cache groups), ``deepseek`` (multi-head latent
+            attention), ``lora1`` and ``lora2`` (adapters of ``llama``), ``llama_eagle`` (EAGLE head for ``llama``),
+            ``llama_draft`` (its first two layers, a draft model that is seldom right), ``llama_noisy`` (one that is
+            right half of the time: all layers, a little changed), ``llama_awq`` or ``llama_int8`` (quantised).
 
     Raises:
         KeyError: no such model.
         subprocess.CalledProcessError: the models could not be made.
     """
-    key = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
+    folder = Path(__file__).resolve().parent
+    key = hashlib.sha256(b"".join((folder / source).read_bytes() for source in _SOURCES)).hexdigest()[:16]
     target = _ROOT / "build" / "test-models" / key
     if not target.is_dir():
-        # -P: the modules beside this file are not importable by their short names
-        subprocess.run([sys.executable, "-P", __file__, str(target)], check=True, stdin=subprocess.DEVNULL)
+        code = "import sys; sys.path.insert(0, sys.argv[1]); from support import models; models.make_all(sys.argv[2])"
+        subprocess.run(
+            [sys.executable, "-P", "-c", code, str(folder.parent), str(target)],
+            check=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+        )
     path = target / name
     if not path.is_dir():
         raise KeyError(f"no test model is called {name!r}; there are {sorted(p.name for p in target.iterdir())}")
     return str(path)
 
 
-def _make_all(target: Path) -> None:
-    """Make the set in a temporary folder and move it into place; who comes second keeps the first one's."""
+def make_all(folder: str) -> None:
+    """Make the set in a temporary folder and move it to `folder`; who comes second keeps the first one's."""
+    target = Path(folder)
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=".making-", dir=target.parent))
     try:
         _make_base_models(scratch)
         _make_lora_adapters(scratch, target)
         _make_eagle_head(scratch)
-        _make_draft_model(scratch)
+        _make_draft_models(scratch)
+        _make_quantized_models(scratch)
         with contextlib.suppress(OSError):  # another process was first
             scratch.rename(target)
     finally:
@@ -113,6 +127,18 @@ def _make_base_models(folder: Path) -> None:
     )
     # Gemma multiplies embeddings by sqrt(hidden_size), and its head is the embedding.
     _save(folder / "gemma3", hf.Gemma3ForCausalLM(gemma), embedding_std=0.1)
+    deepseek = hf.DeepseekV3Config(
+        **{name: value for name, value in _COMMON.items() if name != "head_dim"} | {"num_key_value_heads": 4},
+        num_hidden_layers=2,
+        first_k_dense_replace=2,  # all of them: no mixture of experts
+        kv_lora_rank=512,  # with 64 for positions: the one size of a token's KV that vLLM's CPU kernel takes
+        q_lora_rank=64,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
+        topk_method="noaux_tc",
+    )
+    _save(folder / "deepseek", hf.DeepseekV3ForCausalLM(deepseek))
 
 
 def _save(folder: Path, model: Any, embedding_std: float = 0.5) -> None:
@@ -192,13 +218,29 @@ def _make_eagle_head(folder: Path) -> None:
         if name.startswith("model.layers.0.") and "input_layernorm" not in name  # EAGLE's first layer has no such norm
     }
     weights["fc.weight"] = torch.randn(_HIDDEN, 2 * _HIDDEN, generator=generator) / 16
-    _derive_from_llama(folder, "llama_eagle", weights, layers=1)
+    _derive_from_llama(folder, "llama_eagle", weights, num_hidden_layers=1)
 
 
-def _make_draft_model(folder: Path) -> None:
+def _make_draft_models(folder: Path) -> None:
+    import torch
+
+    weights = _llama_weights(folder)
     dropped = ("model.layers.2.", "model.layers.3.")
-    weights = {name: w for name, w in _llama_weights(folder).items() if not name.startswith(dropped)}
-    _derive_from_llama(folder, "llama_draft", weights, layers=2)
+    first = {name: weight for name, weight in weights.items() if not name.startswith(dropped)}
+    _derive_from_llama(folder, "llama_draft", first, num_hidden_layers=2)
+    generator = torch.Generator().manual_seed(3)
+    noisy = {
+        name: weight + 0.02 * weight.std() * torch.randn(weight.shape, generator=generator)
+        for name, weight in weights.items()
+        if weight.ndim > 1  # norms stay as they are
+    }
+    _derive_from_llama(folder, "llama_noisy", weights | noisy)
+
+
+def _make_quantized_models(folder: Path) -> None:
+    for name, quantize in (("llama_awq", to_awq), ("llama_int8", to_int8)):
+        weights, changes = quantize(_llama_weights(folder))
+        _derive_from_llama(folder, name, weights, **changes)
 
 
 def _llama_weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -208,15 +250,10 @@ def _llama_weights(folder: Path) -> dict[str, torch.Tensor]:
     return weights
 
 
-def _derive_from_llama(folder: Path, name: str, weights: Mapping[str, torch.Tensor], layers: int) -> None:
+def _derive_from_llama(folder: Path, name: str, weights: Mapping[str, torch.Tensor], **changes: Any) -> None:
     from safetensors.torch import save_file
 
     shutil.copytree(folder / "llama", folder / name)
     save_file(dict(weights), folder / name / "model.safetensors", metadata={"format": "pt"})
     config_file = folder / name / "config.json"
-    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | {"num_hidden_layers": layers}))
-
-
-if __name__ == "__main__":
-    os.environ["OMP_NUM_THREADS"] = "1"
-    _make_all(Path(sys.argv[1]))
+    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | changes))

@@ -7,11 +7,11 @@ this module imports vLLM until a function needs it.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -31,7 +31,6 @@ __all__ = [
     "connector_members",
     "has_scheduler_side_loads",
     "hook_delivery",
-    "is_first_tensor_parallel_rank",
     "live_connector",
     "may_have_scheduler_side_loads",
     "metadata_of",
@@ -47,10 +46,12 @@ __all__ = [
     "set_device_computed_tokens",
     "shortened_output",
     "split_dimensions",
-    "static_veto",
+    "static_vetoes",
+    "tensor_parallel_rank",
     "tensor_parallel_ranks",
     "two_engines",
     "vllm_version",
+    "worker_metadata_class",
 ]
 
 logger = get_logger(__name__)
@@ -155,6 +156,13 @@ def metadata_of(scheduler_output: Any, path: tuple[int, ...]) -> Any:
     return metadata
 
 
+def worker_metadata_class() -> type | None:
+    """Return vLLM's base class of what a worker's connector tells the scheduler's; None before 0.18.1."""
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+    return getattr(base, "KVConnectorWorkerMetadata", None)
+
+
 # -- The scheduler's output ------------------------------------------------------------------------------------------
 
 
@@ -183,23 +191,28 @@ def replaced_tables(scheduler_output: Any) -> Mapping[str, tuple[list[int], ...]
     return getattr(scheduler_output, "block_table_updates", None) or {}
 
 
-def static_veto(new_request: Any) -> str | None:
-    """Return why a request must never be shortened, or None.
+def static_vetoes(new_requests: Iterable[Any]) -> dict[str, str]:
+    """Return the requests that must never be shortened, with the reason.
 
     Args:
-        new_request: vLLM's `NewRequestData`.
+        new_requests: vLLM's `NewRequestData`.
 
     """
-    sampling = new_request.sampling_params
-    if sampling is not None and sampling.prompt_logprobs is not None:
-        return "prompt_logprobs"  # a skipped position has no hidden state to take them from
-    if new_request.pooling_params is not None:
-        return "pooling"  # pools over all positions
-    if new_request.prompt_token_ids is None or getattr(new_request, "prompt_embeds", None) is not None:
-        return "prompt_embeds"
-    if getattr(new_request, "replay_start", 0):
-        return "window_replay"  # 0.31 on: the runner recomputes a window on purpose
-    return None
+    vetoes = {}
+    for request in new_requests:
+        sampling = request.sampling_params
+        if sampling is not None and sampling.prompt_logprobs is not None:
+            reason = "prompt_logprobs"  # a skipped position has no hidden state to take them from
+        elif request.pooling_params is not None:
+            reason = "pooling"  # pools over all positions
+        elif request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
+            reason = "prompt_embeds"
+        elif getattr(request, "replay_start", 0):
+            reason = "window_replay"  # 0.31 on: the runner recomputes a window on purpose
+        else:
+            continue
+        vetoes[request.req_id] = reason
+    return vetoes
 
 
 def has_scheduler_side_loads(scheduler_output: Any) -> bool:
@@ -223,17 +236,24 @@ def overwrites_blocks(scheduler_output: Any) -> bool:
     )
 
 
-def _changed(instance: Any, **changes: Any) -> Any:
-    """Return a shallow copy of a dataclass instance with other values.
+def _copy_of(instance: Any) -> Any:
+    """Return a shallow copy, like `copy.copy`, which takes several times as long.
 
-    Like `dataclasses.replace`, which takes several times as long since it runs the constructor: there may be as many
-    requests to change in a step as fit into it.
+    There may be as many requests to change in a step as fit into it.
     """
-    if not hasattr(instance, "__dict__"):
-        return replace(instance, **changes)
-    copy = object.__new__(type(instance))
-    copy.__dict__.update(instance.__dict__, **changes)
-    return copy
+    try:
+        values = instance.__dict__
+    except AttributeError:  # it has slots
+        return copy.copy(instance)
+    result = object.__new__(type(instance))
+    result.__dict__ = values.copy()
+    return result
+
+
+def _later(new_request: Any, count: int) -> Any:
+    later = _copy_of(new_request)
+    later.num_computed_tokens += count
+    return later
 
 
 def shortened_output(scheduler_output: Any, skipped: dict[str, int], loaded_blocks: frozenset[int]) -> Any:
@@ -249,37 +269,28 @@ def shortened_output(scheduler_output: Any, skipped: dict[str, int], loaded_bloc
         loaded_blocks: Ids of blocks that hold loaded KV and so must not be zeroed or copied over.
 
     """
-    scheduled = dict(scheduler_output.num_scheduled_tokens)
-    for request_id, count in skipped.items():
-        scheduled[request_id] -= count
-    new = [
-        _changed(request, num_computed_tokens=request.num_computed_tokens + skipped[request.req_id])
-        if request.req_id in skipped
-        else request
+    output = _copy_of(scheduler_output)
+    output.num_scheduled_tokens = {
+        request_id: count - skipped.get(request_id, 0)
+        for request_id, count in scheduler_output.num_scheduled_tokens.items()
+    }
+    output.total_num_scheduled_tokens -= sum(skipped.values())
+    output.scheduled_new_reqs = [
+        _later(request, count) if (count := skipped.get(request.req_id)) else request
         for request in scheduler_output.scheduled_new_reqs
     ]
     cached = scheduler_output.scheduled_cached_reqs
-    if any(request_id in skipped for request_id in cached.req_ids):
-        cached = _changed(
-            cached,
-            num_computed_tokens=[
-                computed + skipped.get(request_id, 0)
-                for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-            ],
-        )
-    changes: dict[str, Any] = {}
+    if not skipped.keys().isdisjoint(cached.req_ids):
+        output.scheduled_cached_reqs = later = _copy_of(cached)
+        later.num_computed_tokens = [
+            computed + skipped.get(request_id, 0)
+            for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        ]
     if zeroed := getattr(scheduler_output, "new_block_ids_to_zero", None):
-        changes["new_block_ids_to_zero"] = [block for block in zeroed if block not in loaded_blocks]
+        output.new_block_ids_to_zero = [block for block in zeroed if block not in loaded_blocks]
     if copies := getattr(scheduler_output, "kv_cache_block_copies", None):
-        changes["kv_cache_block_copies"] = [copy for copy in copies if copy.dst_block_id not in loaded_blocks]
-    return _changed(
-        scheduler_output,
-        scheduled_new_reqs=new,
-        scheduled_cached_reqs=cached,
-        num_scheduled_tokens=scheduled,
-        total_num_scheduled_tokens=scheduler_output.total_num_scheduled_tokens - sum(skipped.values()),
-        **changes,
-    )
+        output.kv_cache_block_copies = [copied for copied in copies if copied.dst_block_id not in loaded_blocks]
+    return output
 
 
 # -- The model runners -----------------------------------------------------------------------------------------------
@@ -480,11 +491,11 @@ def _why_not_live(kind: str) -> str:
 # -- Parallel ranks --------------------------------------------------------------------------------------------------
 
 
-def is_first_tensor_parallel_rank() -> bool:
-    """Return whether this worker is the first rank of its tensor-parallel group."""
+def tensor_parallel_rank() -> int:
+    """Return this worker's rank in its tensor-parallel group."""
     from vllm.distributed.parallel_state import get_tp_group
 
-    return bool(get_tp_group().rank_in_group == 0)
+    return int(get_tp_group().rank_in_group)
 
 
 def tensor_parallel_ranks() -> tuple[int, ...]:

@@ -7,7 +7,8 @@ runner changes any state. With no connector, or none that implements a hook, it 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from time import perf_counter
 from typing import Any
 
 from kvplug import compat
@@ -84,6 +85,8 @@ class Dispatcher:
         self._tables = BlockTables()
         self._agreement: Agreement | None = None
         self._block_sizes: tuple[int, ...] = ()
+        #: Tokens of the last step that didn't have to be computed, by request id; the same on all ranks.
+        self.skipped: Mapping[str, int] = {}
         if not self.plugins:
             return
         groups = runner.kv_cache_config.kv_cache_groups
@@ -91,7 +94,8 @@ class Dispatcher:
         if self._loaders:
             # A connector that vLLM loaded by module path comes here without having been asked at start.
             compat.refuse_split_dimensions(runner.vllm_config, self._loaders[0].name)
-            self._agreement = Agreement(compat.tensor_parallel_ranks())
+            if len(ranks := compat.tensor_parallel_ranks()) > 1:
+                self._agreement = Agreement(ranks)
         # The demo and the documentation quote this line.
         logger.info(
             "kvplug: hooks of %s are live in %s, delivered by %s",
@@ -106,6 +110,8 @@ class Dispatcher:
             return scheduler_output
         if self._runner() is not runner:
             raise compat.two_engines(self.plugins[0].name)
+        start = perf_counter()
+        self.skipped = {}
         self._tables.update(scheduler_output)
         plan = StepPlan(scheduler_output, self._tables, self._block_sizes)
         steps = self._steps(plan)
@@ -115,26 +121,36 @@ class Dispatcher:
         if not self._loaders:
             return scheduler_output
         loaded = self._load(scheduler_output.num_scheduled_tokens, steps)
-        if not loaded:
+        if loaded is None:
             return scheduler_output
-        output, skipped, vetoed = plan.shorten(loaded)
-        for reason in vetoed.values():
-            self.stats.add(f"vetoes_{reason}")
-        if skipped:
-            self.stats.add("tokens_skipped", sum(skipped.values()))
-            compat.set_device_computed_tokens(runner, plan.running_counts(skipped))
+        output = self._shorten(runner, plan, loaded) if loaded else scheduler_output
+        self.stats.observe("hook_seconds", perf_counter() - start)
         return output
 
-    def _load(self, scheduled: Mapping[str, int], steps: list[Step]) -> dict[str, int]:
-        """Ask every plugin what it loaded, merge the answers, and agree on them with the other ranks."""
+    def _shorten(self, runner: Any, plan: StepPlan, loaded: dict[str, int]) -> Any:
+        output, self.skipped, vetoed = plan.shorten(loaded)
+        for reason in vetoed.values():
+            self.stats.add(f"vetoes:{reason}")
+        if self.skipped:
+            self.stats.add("tokens_skipped", sum(self.skipped.values()))
+            compat.set_device_computed_tokens(runner, plan.running_counts(self.skipped))
+        return output
+
+    def _load(self, scheduled: Mapping[str, int], steps: list[Step]) -> dict[str, int] | None:
+        """Ask every plugin what it loaded, merge the answers, and agree on them with the other ranks.
+
+        Returns:
+            Tokens by request id, or None if there was no request that anything could have been loaded for.
+
+        """
         answers = []
         everyone = False
-        agreed_on: dict[str, None] = {}
+        agreed_on: dict[str, int] = {}
         for plugin, step in zip(self.plugins, steps, strict=True):
             if "before_update_states" not in plugin.hooks:
                 continue
             try:
-                candidates = _candidates(step.metadata)
+                candidates = _candidates(step.metadata, scheduled)
             except Exception as error:  # noqa: BLE001 - it is the plugin's object, and the other ranks wait
                 plugin.failed("before_update_states", error)
                 everyone = True
@@ -143,9 +159,10 @@ class Dispatcher:
                 everyone = True
             else:
                 agreed_on.update(candidates)
-            answers.append((self._ask(plugin, step, scheduled), candidates))
-        loaded = merge_counts(answers, scheduled)
-        return self._agree(loaded, list(scheduled) if everyone else [r for r in agreed_on if r in scheduled])
+            answers.append(self._ask(plugin, step, scheduled if candidates is None else candidates))
+        loaded = merge_counts(answers)
+        concerned = scheduled if everyone else agreed_on
+        return self._agree(loaded, concerned) if concerned else None
 
     def _steps(self, plan: StepPlan) -> list[Step]:
         output = plan.scheduler_output
@@ -163,33 +180,46 @@ class Dispatcher:
             for plugin in self.plugins
         ]
 
-    def _ask(self, plugin: HookedConnector, step: Step, scheduled: Mapping[str, int]) -> dict[str, int] | None:
+    def _ask(self, plugin: HookedConnector, step: Step, allowed: Collection[str]) -> dict[str, int]:
+        """Return what a plugin loaded, as whole numbers of at least 1, of the requests that it may answer for."""
         answer = plugin.call("before_update_states", step=step)
         if answer is None:
-            return None
+            return {}
         try:
-            # No more than is scheduled: any number, however large, has to fit into what ranks exchange.
             return {
-                request_id: min(int(count), scheduled[request_id])
+                request_id: number
                 for request_id, count in answer.items()
-                if request_id in scheduled
+                if request_id in allowed and (number := int(count)) > 0
             }
         except Exception as error:  # noqa: BLE001 - the answer is the plugin's object, and may do anything
             plugin.failed("before_update_states", error)
-            return None
+            return {}
 
-    def _agree(self, loaded: dict[str, int], request_ids: list[str]) -> dict[str, int]:
-        """Take the minimum over ranks. Whether ranks talk depends only on what is equal on all of them."""
-        if self._agreement is None or not request_ids:
+    def _agree(self, loaded: dict[str, int], scheduled: Mapping[str, int]) -> dict[str, int]:
+        """Take the minimum over ranks. Whether ranks talk depends only on what is equal on all of them.
+
+        Args:
+            loaded: This rank's counts of loaded tokens, by request id.
+            scheduled: The requests to agree on, the same on all ranks, with their counts of scheduled tokens.
+
+        """
+        if self._agreement is None:
             return loaded
-        counts = self._agreement.minimum([loaded.get(request_id, 0) for request_id in request_ids])
-        return {request_id: count for request_id, count in zip(request_ids, counts, strict=True) if count > 0}
+        # No more than is scheduled: any number, however large, has to fit into what ranks exchange.
+        ours = [min(loaded.get(request_id, 0), count) for request_id, count in scheduled.items()]
+        counts = self._agreement.minimum(ours)
+        return {request_id: count for request_id, count in zip(scheduled, counts, strict=True) if count > 0}
 
 
-def _candidates(metadata: Any) -> dict[str, None] | None:
-    """Return the request ids that a connector's scheduler half names, in order; None if it doesn't say."""
+def _candidates(metadata: Any, scheduled: Mapping[str, int]) -> dict[str, int] | None:
+    """Return the requests that a connector's scheduler half names, in order; None if it doesn't say.
+
+    Requests that aren't scheduled are left out; of the others there is the number of scheduled tokens.
+    """
     candidates = getattr(metadata, "candidates", None)
-    return None if candidates is None else dict.fromkeys(candidates)
+    if candidates is None:
+        return None
+    return {request_id: scheduled[request_id] for request_id in candidates if request_id in scheduled}
 
 
 class _Once:

@@ -1,4 +1,14 @@
-"""A connector's counts on their way to vLLM's periodic log line and its `/metrics`.
+"""A connector's stats on their way to vLLM's periodic log line and its `/metrics`.
+
+What workers and the scheduler half count in a step travels in vLLM's own `KVConnectorStats`: ranks are added up, then
+each step is logged and observed in the API server. Nothing here raises: an exception would end the engine, or the API
+server's output loop.
+
+A step's stats are a flat dict of plain values, by name of the metric (`name:value` where it has a label):
+
+- a number: what a counter has grown by,
+- a list of numbers: values for a histogram,
+- a dict from rank to number: what a gauge is at, in that rank.
 
 This module imports vLLM: only connectors import it.
 """
@@ -7,65 +17,138 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from statistics import fmean
+from typing import Any, Literal
 
-from prometheus_client import Counter
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvplug.log import RateLimited, get_logger
 
-__all__ = ["COUNTERS", "PER_RANK", "CounterPromMetrics", "CounterStats"]
+__all__ = ["METRICS", "ConnectorPromMetrics", "ConnectorStats", "Metric", "of_every_rank"]
 
-_limited = RateLimited(get_logger(__name__))
+logger = get_logger(__name__)
+_limited = RateLimited(logger)
 
-#: Counts that reach `/metrics`, each as `vllm:kvplug_<name>_total`, with what they say.
-COUNTERS: Mapping[str, str] = {
-    "tokens_loaded": "Tokens whose KV was loaded into the paged cache.",
-    "tokens_skipped": "Tokens that didn't have to be computed because their KV was loaded.",
-    "blocks_looked_up": "Blocks that were looked up in the block store.",
-    "blocks_hit": "Blocks that were found there.",
-    "blocks_saved": "Blocks that were written to the block store.",
-    "blocks_evicted": "Blocks that made room for others.",
-    "saves_refused": "Blocks that found no room in the block store.",
-    "load_errors": "Loads that failed; the tokens were computed.",
-    "save_errors": "Saves that failed; the blocks weren't stored.",
-    "plugin_errors": "Hook implementations that raised.",
-    "hook_missed": "Steps with loads in which the hook wasn't called.",
+#: Bounds of the histograms of durations, in seconds: from a lookup to a copy of many gigabytes.
+SECONDS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric; on `/metrics` it is `vllm:kvplug_<name>`, with `_total` at the end if it is a counter.
+
+    Attributes:
+        kind: Counter, gauge, or a histogram of seconds.
+        documentation: What it says, as Prometheus shows it.
+        label: Name of its own label, beside vLLM's.
+        every_rank: Whether each tensor-parallel rank has its own, and all are added up. The others are about tokens
+            and requests, the same on all ranks, and only the first one reports them.
+
+    """
+
+    kind: Literal["counter", "gauge", "seconds"]
+    documentation: str
+    label: str | None = None
+    every_rank: bool = False
+
+
+def _counter(documentation: str, *, label: str | None = None, every_rank: bool = False) -> Metric:
+    return Metric("counter", documentation, label, every_rank)
+
+
+#: All metrics, by name. docs/metrics.md has them, too.
+METRICS: Mapping[str, Metric] = {
+    "prefix_cache_queries": _counter("Prompt tokens that vLLM's own prefix cache didn't have and that were looked up."),
+    "prefix_cache_hits": _counter("Prompt tokens that didn't have to be computed because their KV was loaded."),
+    "requests_looked_up": _counter("Requests whose blocks were looked up."),
+    "requests_hit": _counter("Requests that had at least one token less to compute."),
+    "requests_announced": _counter("Waiting requests that the workers were told of before their first step."),
+    "blocks_looked_up": _counter("Blocks that were looked up in the block store."),
+    "blocks_hit": _counter("Blocks that were found there."),
+    "blocks_loaded": _counter("Blocks that were copied into the paged cache."),
+    "blocks_saved": _counter("Blocks that were written to the block store."),
+    "blocks_evicted": _counter("Blocks that made room for others."),
+    "saves_refused": _counter("Blocks that found no room in the block store."),
+    "tokens_loaded": _counter("Tokens whose KV was loaded into the paged cache."),
+    "tokens_skipped": _counter("Tokens that weren't computed because their KV was loaded, over all hooks."),
+    "tokens_saved": _counter("Tokens whose KV was written to the block store."),
+    "loaded_bytes": _counter("Bytes that were copied into the paged cache, over all ranks.", every_rank=True),
+    "saved_bytes": _counter("Bytes that were copied to the block store, over all ranks.", every_rank=True),
+    "load_seconds": Metric("seconds", "A step's loads: host time of lookups and copies, per rank.", every_rank=True),
+    "save_seconds": Metric("seconds", "A step's saves: host time of lookups and copies, per rank.", every_rank=True),
+    "hook_seconds": Metric(
+        "seconds", "All hooks of a step that had something to load, agreement included, per rank.", every_rank=True
+    ),
+    "vetoes": _counter("Requests that were not shortened although KV was loaded, by reason.", label="reason"),
+    "load_errors": _counter("Loads that failed; the tokens were computed.", every_rank=True),
+    "save_errors": _counter("Saves that failed; the blocks weren't stored.", every_rank=True),
+    "plugin_errors": _counter("Hook implementations that raised.", every_rank=True),
+    "hook_missed": _counter("Steps with loads in which the hook wasn't called.", every_rank=True),
+    "l1_usage_bytes": Metric("gauge", "Host memory that holds blocks, over all ranks.", every_rank=True),
+    "l1_capacity_bytes": Metric("gauge", "Host memory for blocks, over all ranks.", every_rank=True),
 }
 
-#: Counts that differ from rank to rank. The others are about requests, the same on every tensor-parallel rank, and
-#: only the first rank reports them: vLLM adds ranks up.
-PER_RANK = frozenset({"load_errors", "save_errors", "plugin_errors", "hook_missed"})
+
+def of_every_rank(stats: Mapping[str, Any]) -> dict[str, Any]:
+    """Keep what every rank reports: what a rank other than the first has to say."""
+    return {
+        name: value
+        for name, value in stats.items()
+        if (metric := METRICS.get(name.partition(":")[0])) is not None and metric.every_rank
+    }
+
+
+def _merge(mine: Any, other: Any) -> Any:
+    """Add two values of one metric: numbers up, observations together, gauges rank by rank, the later one counts."""
+    if isinstance(other, dict):
+        return {**mine, **other}
+    return mine + other
 
 
 @dataclass
-class CounterStats(KVConnectorStats):  # type: ignore[misc]
-    """What counts have grown by; adds up over steps and ranks."""
+class ConnectorStats(KVConnectorStats):  # type: ignore[misc]
+    """What is new in a step, or in several, on one rank or on all."""
 
     def reset(self) -> None:
         """Forget everything."""
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add another rank's or step's growth to this one's."""
-        for name, amount in other.data.items():
-            self.data[name] = self.data.get(name, 0) + amount
+        """Add another rank's stats, or a later step's, to these."""
+        for name, value in other.data.items():
+            self._add(name, value)
         return self
 
+    def _add(self, name: str, value: Any) -> None:
+        try:
+            self.data[name] = _merge(self.data[name], value) if name in self.data else value
+        except Exception as error:  # noqa: BLE001 - values come from other processes, and this runs in the scheduler
+            _limited.warning(("aggregate", name), "kvplug's metric %s couldn't be added up: %r", name, error)
+
     def reduce(self) -> dict[str, int | float]:
-        """Return what is logged for the last interval."""
-        return dict(self.data)
+        """Return what is logged for the last interval: sums, means in milliseconds, and what gauges are at."""
+        line: dict[str, int | float] = {}
+        for name, value in self.data.items():
+            if isinstance(value, dict):
+                line[name] = sum(value.values())
+            elif isinstance(value, list):
+                line[f"{name.removesuffix('_seconds')}_mean_ms"] = round(fmean(value) * 1e3, 3) if value else 0
+            else:
+                line[name] = value
+        return line
 
     def is_empty(self) -> bool:
-        """Say whether nothing happened."""
-        return not any(self.data.values())
+        """Say whether nothing happened. Gauges alone are nothing."""
+        return not any(value for value in self.data.values() if not isinstance(value, dict))
 
 
-class CounterPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """Prometheus counters of `COUNTERS`.
+class ConnectorPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """`METRICS` on vLLM's `/metrics`.
 
-    vLLM calls this in its API server, where an exception would end the server: whatever goes wrong is logged and the
-    observation dropped.
+    vLLM makes and calls this in its API server, where an exception would end the server: what goes wrong is logged, and
+    what can't be registered is left out. It is never None either: `MultiConnector` asserts that a child that reports
+    stats has metrics.
     """
 
     def __init__(
@@ -75,23 +158,86 @@ class CounterPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
-        """Register the counters; see vLLM's base class."""
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        counter_class = metric_types[Counter]
-        self._counters: dict[tuple[int, str], Any] = {}
-        for name, documentation in COUNTERS.items():
-            counter = counter_class(
-                name=f"vllm:kvplug_{name}", documentation=f"kvplug: {documentation}", labelnames=labelnames
-            )
-            for engine, values in per_engine_labelvalues.items():
-                self._counters[engine, name] = counter.labels(*values)
+        """Register the metrics; see vLLM's base class."""
+        self._collectors: dict[str, Any] = {}
+        self._labelvalues = per_engine_labelvalues
+        self._children: dict[tuple[int, str], Any] = {}
+        self._gauges: dict[tuple[int, str], dict[Any, float]] = {}
+        try:
+            super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        except Exception:
+            logger.exception("kvplug: vLLM's connector metrics couldn't be set up")
+        for name, metric in METRICS.items():
+            self._register(name, metric, metric_types, labelnames)
+
+    def _register(self, name: str, metric: Metric, metric_types: dict[type, type], labelnames: list[str]) -> None:
+        try:
+            self._collectors[name] = _collector(name, metric, metric_types, labelnames)
+            if metric.kind == "counter" and metric.label is None:  # so that a scrape finds it at 0
+                for engine in self._labelvalues:
+                    self._child(engine, name)
+        except Exception:
+            logger.exception("kvplug: metric %s couldn't be registered", name)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add one step's growth of an engine's counts."""
+        """Record a step's stats of an engine."""
         try:
-            for name, amount in transfer_stats_data.items():
-                counter = self._counters.get((engine_idx, name))
-                if counter is not None and amount > 0:
-                    counter.inc(amount)
+            items = list(transfer_stats_data.items())
         except Exception as error:  # noqa: BLE001 - see the class
             _limited.warning("observe", "kvplug's metrics couldn't be recorded: %r", error)
+            return
+        for key, value in items:
+            self._observe(engine_idx, key, value)
+
+    def _observe(self, engine: int, key: str, value: Any) -> None:
+        try:
+            self._record(engine, key, value)
+        except Exception as error:  # noqa: BLE001 - see the class
+            _limited.warning(("observe", key), "kvplug's metric %s couldn't be recorded: %r", key, error)
+
+    def _record(self, engine: int, key: str, value: Any) -> None:
+        name = key.partition(":")[0]
+        if name not in self._collectors or engine not in self._labelvalues:
+            return
+        child = self._child(engine, key)
+        match METRICS[name].kind:
+            case "counter":
+                if value > 0:  # Prometheus refuses the rest
+                    child.inc(value)
+            case "seconds":
+                for seconds in value:
+                    child.observe(seconds)
+            case "gauge":
+                ranks = self._gauges.setdefault((engine, name), {})
+                ranks.update(value)
+                child.set(sum(ranks.values()))
+
+    def _child(self, engine: int, key: str) -> Any:
+        """Return the metric with an engine's labels, and with its own label's value if it has one."""
+        child = self._children.get((engine, key))
+        if child is None:
+            name, _, own = key.partition(":")
+            values = [*self._labelvalues[engine], own] if METRICS[name].label else self._labelvalues[engine]
+            child = self._children[engine, key] = self._collectors[name].labels(*values)
+        return child
+
+
+def _collector(name: str, metric: Metric, metric_types: dict[type, type], labelnames: list[str]) -> Any:
+    """Make a metric of vLLM's own classes, or find the one that another connector of this process has made."""
+    arguments: dict[str, Any] = {
+        "name": f"vllm:kvplug_{name}",
+        "documentation": f"kvplug: {metric.documentation}",
+        "labelnames": [*labelnames, metric.label] if metric.label else labelnames,
+    }
+    base: type = {"counter": Counter, "gauge": Gauge, "seconds": Histogram}[metric.kind]
+    if metric.kind == "gauge":
+        arguments["multiprocess_mode"] = "mostrecent"
+    elif metric.kind == "seconds":
+        arguments["buckets"] = list(SECONDS)
+    try:
+        return metric_types[base](**arguments)
+    except ValueError:
+        known = getattr(REGISTRY, "_names_to_collectors", {}).get(arguments["name"])
+        if known is None:
+            raise
+        return known

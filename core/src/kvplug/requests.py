@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvplug import compat
@@ -45,6 +46,10 @@ class BlockTables:
         """Say whether a request's table is known."""
         return request_id in self._tables
 
+    def unknown(self, request_ids: Iterable[str]) -> list[str]:
+        """Return those of the requests whose tables are not known."""
+        return [request_id for request_id in request_ids if request_id not in self._tables]
+
     def block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """Return a request's block ids, one list per KV-cache group. Not to be changed by the caller."""
         return self._tables[request_id]
@@ -79,23 +84,23 @@ class BlockTables:
                 self._tables[request_id] = tuple(list(group) for group in blocks)
 
     def _take_new(self, scheduler_output: Any) -> None:
-        for request in scheduler_output.scheduled_new_reqs:
-            request_id = request.req_id
-            table, known = tuple(list(group) for group in request.block_ids), self._tables.get(request_id)
-            self._tables[request_id] = table
-            if known is not None and not _continues(known, table):
+        requests = scheduler_output.scheduled_new_reqs
+        if not requests:
+            return
+        tables = {request.req_id: _own(request.block_ids) for request in requests}
+        for request_id in self._tables.keys() & tables.keys():
+            if not _continues(self._tables[request_id], tables[request_id]):
                 # Before 0.25.1 nobody says that reset_prefix_cache preempted it.
                 self.preempted.add(request_id)
                 self._preempted.add(request_id)
-            if request_id in self._preempted:
-                self._preempted.discard(request_id)
-                self.resumed.add(request_id)
-            else:
-                self.new.add(request_id)
-            if (veto := compat.static_veto(request)) is not None:
-                self.vetoes[request_id] = veto
-            elif request_id in self.vetoes:  # streaming input: the same id comes as new again
-                del self.vetoes[request_id]
+        self._tables.update(tables)
+        started = tables.keys()
+        self.resumed = started & self._preempted
+        self.new = started - self.resumed
+        self._preempted -= self.resumed
+        for request_id in self.vetoes.keys() & started:  # streaming input: the same id comes as new again
+            del self.vetoes[request_id]
+        self.vetoes.update(compat.static_vetoes(requests))
 
     def _take_cached(self, scheduler_output: Any) -> None:
         resumed = compat.resumed_ids(scheduler_output.scheduled_cached_reqs)
@@ -103,7 +108,7 @@ class BlockTables:
             if request_id in resumed:
                 if request_id in self._tables:  # before 0.25.1 nobody says that reset_prefix_cache preempted it
                     self.preempted.add(request_id)
-                self._tables[request_id] = tuple(list(group) for group in blocks or ())
+                self._tables[request_id] = _own(blocks or ())
                 self._preempted.discard(request_id)
                 self.resumed.add(request_id)
             elif blocks is not None and request_id in self._tables:
@@ -120,3 +125,8 @@ def _continues(known: tuple[list[int], ...], table: tuple[list[int], ...]) -> bo
         len(before) <= len(now) and all(block in (0, old) for old, block in zip(before, now, strict=False))
         for before, now in zip(known, table, strict=True)
     )
+
+
+def _own(block_ids: Sequence[list[int]]) -> tuple[list[int], ...]:
+    """Copy the scheduler's lists. There is one KV-cache group as a rule, and there may be hundreds of new requests."""
+    return (block_ids[0].copy(),) if len(block_ids) == 1 else tuple(map(list, block_ids))

@@ -42,19 +42,18 @@ class StepRequest:
     #: be shortened (prompt log-probabilities, pooling, prompt embeddings, encoder inputs, scheduler-side loads).
     num_skippable_tokens: int
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 - by name everywhere but where there are hundreds to make
         self,
         request_id: str,
-        *,
         num_computed_tokens: int,
         num_scheduled_tokens: int,
-        block_ids: BlockIds | Callable[[], BlockIds],
+        block_ids: BlockIds | Callable[[str], BlockIds],
         num_draft_tokens: int = 0,
-        is_new: bool = False,
-        is_resumed: bool = False,
+        is_new: bool = False,  # noqa: FBT001, FBT002
+        is_resumed: bool = False,  # noqa: FBT001, FBT002
         num_skippable_tokens: int = 0,
     ) -> None:
-        """Describe a request. For kvplug's dispatcher and for tests; block ids may come when they are asked for."""
+        """Describe a request. For kvplug's dispatcher and for tests; block ids may be asked for, by id, when read."""
         self.request_id = request_id
         self.num_computed_tokens = num_computed_tokens
         self.num_scheduled_tokens = num_scheduled_tokens
@@ -71,7 +70,7 @@ class StepRequest:
         Block 0 is vLLM's null block: it stands where a sliding window has passed, and must be neither read nor written.
         """
         if callable(self._block_ids):
-            self._block_ids = self._block_ids()
+            self._block_ids = self._block_ids(self.request_id)
         return self._block_ids
 
     def __repr__(self) -> str:

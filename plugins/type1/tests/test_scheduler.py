@@ -3,66 +3,11 @@
 from __future__ import annotations
 
 import pickle
-from types import SimpleNamespace
 
 import pytest
 
 from kvplug_type1.scheduler import Type1Scheduler
-
-BLOCK = 4
-
-
-class Request(SimpleNamespace):
-    """Has the fields of vLLM's Request that are read."""
-
-    def __init__(self, request_id, tokens, **fields):
-        defaults = {"lora_request": None, "mm_features": [], "cache_salt": None, "prompt_embeds": None}
-        super().__init__(request_id=request_id, all_token_ids=list(tokens), **(defaults | fields))
-
-
-def make(*, windowed=False):
-    return Type1Scheduler(namespace=bytes(32), block_size=BLOCK, windowed=windowed)
-
-
-def output(scheduled, *, new=(), cached=(), resumed=(), finished=(), preempted=None, drafts=None, **flags):
-    """Stand in for SchedulerOutput. `new` and `cached`: (request id, computed tokens, block ids)."""
-    requests = [
-        SimpleNamespace(
-            req_id=request_id,
-            num_computed_tokens=computed,
-            block_ids=(list(blocks),),
-            sampling_params=SimpleNamespace(prompt_logprobs=flags.get("prompt_logprobs")),
-            pooling_params=None,
-            prompt_token_ids=[1],
-            prompt_embeds=None,
-        )
-        for request_id, computed, blocks in new
-    ]
-    sync = {"has_sync_kv_loads": flags["has_sync_kv_loads"]} if "has_sync_kv_loads" in flags else {}
-    return SimpleNamespace(
-        scheduled_new_reqs=requests,
-        scheduled_cached_reqs=SimpleNamespace(
-            req_ids=[c[0] for c in cached],
-            resumed_req_ids=set(resumed),
-            new_block_ids=[None if c[2] is None else (list(c[2]),) for c in cached],
-            num_computed_tokens=[c[1] for c in cached],
-        ),
-        num_scheduled_tokens=scheduled,
-        scheduled_spec_decode_tokens=drafts or {},
-        finished_req_ids=set(finished),
-        preempted_req_ids=preempted,
-        **({"has_sync_kv_loads": False} | sync if sync or "old" not in flags else {}),
-    )
-
-
-def start(scheduler, request, blocks, *, scheduled=None, computed=0, local=None, **flags):
-    """Take a request through vLLM's lookup and its first step."""
-    scheduler.track(request, computed if local is None else local)
-    scheduler.track(request)
-    scheduled = len(request.all_token_ids) - computed if scheduled is None else scheduled
-    return scheduler.build_metadata(
-        output({request.request_id: scheduled}, new=[(request.request_id, computed, blocks)], **flags)
-    )
+from support.type1_steps import BLOCK, Request, make, output, start
 
 
 def test_a_prompt_is_offered_and_saved():

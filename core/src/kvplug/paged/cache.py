@@ -12,6 +12,7 @@ from kvplug.errors import UnsupportedError
 from kvplug.paged.host import HostCopier
 from kvplug.paged.layout import Layer, Region, fuse, read_layer
 from kvplug.paged.staged import CudaStream, StagedCopier
+from kvplug.paged.streaming import streaming_copy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -168,7 +169,7 @@ def _copier(regions: Sequence[Region], devices: set[torch.device]) -> Copier:
     if len(devices) == 1:
         device = next(iter(devices))
         if device.type == "cpu":
-            return HostCopier(regions)
+            return HostCopier(regions, streaming_copy())
         if device.type == "cuda":
             return StagedCopier(regions, device, CudaStream(device))
     names = ", ".join(sorted(map(str, devices)))

@@ -110,6 +110,22 @@ class Allocator:
                 pinned.append(SlotRef(slot, self._generation[slot]))
         return pinned
 
+    def touch_prefix(self, keys: Sequence[bytes]) -> int:
+        """Count the longest run of leading keys that are published as used, and return how many there are.
+
+        For blocks that will be wanted soon: they are evicted after all others. Nothing is pinned.
+        """
+        with self._lock:
+            slots = []
+            for key in keys:
+                slot = self._index.get(key)
+                if slot is None or self._state[slot] != _PUBLISHED:
+                    break
+                slots.append(slot)
+            for slot in reversed(slots):
+                self._policy.hit(slot)
+        return len(slots)
+
     def unpin(self, refs: Sequence[SlotRef]) -> None:
         """Give back what `pin_prefix` returned, once each.
 

@@ -18,13 +18,13 @@ __all__ = ["Slab", "slot_stride"]
 
 # Alignments worth having, best first: a page (direct disk I/O needs it), then a cache line.
 _ALIGNMENTS = (4096, 64)
-_MAX_PADDING = 0.02
+_MAX_PADDING = 0.01
 
 
 def slot_stride(slot_bytes: int) -> int:
     """Return the distance in bytes between two slots that hold `slot_bytes` each.
 
-    Slots are aligned to pages, or else to cache lines, if that costs at most 2 % of the memory.
+    Slots are aligned to pages, or else to cache lines, if that costs at most 1 % of the memory.
     """
     for alignment in _ALIGNMENTS:
         stride = -(-slot_bytes // alignment) * alignment
@@ -50,7 +50,7 @@ class Slab:
     Attributes:
         num_slots: Number of slots.
         slot_bytes: Usable bytes of a slot.
-        slot_stride: Bytes from one slot to the next: `slot_bytes`, plus at most 2 % so that slots are aligned.
+        slot_stride: Bytes from one slot to the next: `slot_bytes`, plus at most 1 % so that slots are aligned.
         nbytes: Bytes mapped, paddings included.
         pinned: Whether the memory is registered with CUDA.
 

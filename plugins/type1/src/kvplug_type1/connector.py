@@ -12,10 +12,10 @@ from kvplug import compat, dispatch
 from kvplug.kv_groups import single_attention_group
 from kvplug.log import get_logger
 from kvplug.memory_budget import check_memory, ranks_on_host
-from kvplug.metrics import PER_RANK, CounterPromMetrics, CounterStats
+from kvplug.metrics import ConnectorPromMetrics, ConnectorStats, of_every_rank
 from kvplug.namespace import namespace_fingerprint
 from kvplug.settings import L1Settings
-from kvplug_type1.metadata import Type1Metadata
+from kvplug_type1.metadata import Type1Metadata, Type1WorkerMetadata
 from kvplug_type1.scheduler import Type1Scheduler
 from kvplug_type1.worker import Type1Worker
 
@@ -117,16 +117,10 @@ class Type1Connector(KVConnectorBase_V1):  # type: ignore[misc]
         if isinstance(metadata, Type1Metadata):
             self.worker.save(metadata)
 
-    def get_kv_connector_stats(self) -> CounterStats | None:
-        """Return what the worker's counts have grown by since the last call."""
-        if self._worker is None:
-            return None
-        grown = self._worker.stats.take()
-        if (dispatcher := dispatch.current_dispatcher()) is not None:
-            grown.update(dispatcher.stats.take())
-        if grown and not compat.is_first_tensor_parallel_rank():
-            grown = {name: amount for name, amount in grown.items() if name in PER_RANK}
-        return CounterStats(data=grown) if grown else None
+    def build_connector_worker_meta(self) -> Type1WorkerMetadata | None:
+        """Tell the scheduler half what came of this step's loads. vLLM asks from 0.18.1 on."""
+        dispatcher = dispatch.current_dispatcher()
+        return None if dispatcher is None else self.worker.report(dispatcher.skipped)
 
     def shutdown(self) -> None:
         """Give the host memory back."""
@@ -154,6 +148,17 @@ class Type1Connector(KVConnectorBase_V1):  # type: ignore[misc]
         """Build this step's work for the workers."""
         return self.scheduler.build_metadata(scheduler_output)
 
+    def on_new_request(self, request: Any) -> None:
+        """Announce the request to the workers. vLLM calls this from 0.22.1 on, as requests arrive."""
+        self.scheduler.track(request)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Take in what the workers tell of a step."""
+        # Before 0.18.1 there is no such field.
+        metadata = getattr(connector_output, "kv_connector_worker_meta", None)
+        if isinstance(metadata, Type1WorkerMetadata):
+            self.scheduler.take_report(metadata)
+
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request. Its blocks can be freed at once: saves are done within the step."""
         self.scheduler.finish(request)
@@ -165,10 +170,33 @@ class Type1Connector(KVConnectorBase_V1):  # type: ignore[misc]
 
     # -- metrics -----------------------------------------------------------------------------------------------------
 
+    def get_kv_connector_stats(self) -> ConnectorStats | None:
+        """Return what is new in this half's stats since the last call. vLLM asks both halves, once a step."""
+        new = self.scheduler.stats.take() if self._worker is None else self._of_worker()
+        return ConnectorStats(data=new) if new else None
+
+    def _of_worker(self) -> dict[str, Any]:
+        new = self.worker.stats.take()
+        if (dispatcher := dispatch.current_dispatcher()) is not None:
+            new.update(dispatcher.stats.take())
+            if (
+                compat.worker_metadata_class() is None
+                and (report := self.worker.report(dispatcher.skipped)) is not None
+            ):
+                # Before 0.18.1 the scheduler half isn't told, so the answer is counted here.
+                new["prefix_cache_hits"] = sum(report.skipped.values())
+        gauges = self.worker.gauges()
+        if new or gauges:
+            rank = compat.tensor_parallel_rank()
+            new.update((name, {rank: value}) for name, value in gauges.items())
+            if rank > 0:
+                new = of_every_rank(new)
+        return new
+
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> CounterStats:
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
         """Rebuild stats that came from a worker; see vLLM's base class."""
-        return CounterStats(data=data or {})
+        return ConnectorStats(data=data or {})
 
     @classmethod
     def build_prom_metrics(
@@ -177,10 +205,6 @@ class Type1Connector(KVConnectorBase_V1):  # type: ignore[misc]
         metric_types: dict[type, type],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
-    ) -> CounterPromMetrics | None:
-        """Register Prometheus counters. Serving goes on without them if that fails."""
-        try:
-            return CounterPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        except Exception:  # an exception here would end the API server
-            logger.exception("kvplug: metrics of %s couldn't be registered", cls.__name__)
-            return None
+    ) -> ConnectorPromMetrics:
+        """Register the metrics; see vLLM's base class."""
+        return ConnectorPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

@@ -15,7 +15,8 @@ from kvplug.keys import KeyChain
 from kvplug.log import RateLimited, get_logger
 from kvplug.lora import AdapterIdentities
 from kvplug.requests import BlockTables
-from kvplug_type1.metadata import LoadRequest, SaveRequest, Type1Metadata
+from kvplug.stats import Stats
+from kvplug_type1.metadata import Announcement, LoadRequest, SaveRequest, Type1Metadata, Type1WorkerMetadata
 
 __all__ = ["Type1Scheduler"]
 
@@ -37,6 +38,10 @@ class _Tracked:
     tainted: bool = False
     #: Whether it may share blocks of such a request whose load may still turn out to have failed.
     held: bool = False
+    #: Whether a hit would still be the request's first.
+    missed: bool = True
+    #: Whether it was preempted, so that what it looks up now counts no more.
+    resumed: bool = False
 
 
 class Type1Scheduler:
@@ -62,6 +67,11 @@ class Type1Scheduler:
         self._tables = BlockTables()
         self._adapters = AdapterIdentities()
         self._reset_count = 0
+        # Requests to tell the workers of, in the order of their arrival.
+        self._unannounced: dict[str, None] = {}
+        # Finished since the last step was scheduled: what came of their last one is known only after that.
+        self._finished: dict[str, _Tracked] = {}
+        self.stats = Stats()
 
     @property
     def num_tracked_requests(self) -> int:
@@ -69,9 +79,10 @@ class Type1Scheduler:
         return len(self._tracked)
 
     def track(self, request: Any, num_local_tokens: int | None = None) -> None:
-        """Remember a request that vLLM looks up or has allocated blocks for.
+        """Remember a request that has arrived, that vLLM looks up, or has allocated blocks for.
 
-        May be called any number of times. An id that comes with another request object is a new request.
+        If it isn't scheduled in the next step, the workers are told of it then. May be called any number of times. An
+        id that comes with another request object is a new request.
 
         Args:
             request: vLLM's `Request`.
@@ -82,6 +93,7 @@ class Type1Scheduler:
         if tracked is None or tracked.request is not request:
             tracked = _Tracked(request, self._new_chain(request), num_local_tokens or 0)
             self._tracked[request.request_id] = tracked
+            self._unannounced[request.request_id] = None
         elif num_local_tokens is not None:
             tracked.num_local_tokens = num_local_tokens
 
@@ -99,6 +111,24 @@ class Type1Scheduler:
         tracked = self._tracked.get(request.request_id)
         if tracked is not None and tracked.request is request:
             del self._tracked[request.request_id]
+            self._unannounced.pop(request.request_id, None)
+            self._finished[request.request_id] = tracked
+
+    def take_report(self, report: Type1WorkerMetadata) -> None:
+        """Count what came of a step's loads.
+
+        Args:
+            report: What the workers agreed on.
+
+        """
+        for request_id, count in report.skipped.items():
+            tracked = self._tracked.get(request_id) or self._finished.get(request_id)
+            if tracked is None or tracked.resumed:
+                continue  # aborted while the step ran, or looked up before
+            self.stats.add("prefix_cache_hits", count)
+            if tracked.missed:
+                tracked.missed = False
+                self.stats.add("requests_hit")
 
     def reset(self) -> bool:
         """Have every worker forget what it stored, before it loads anything more. Always succeeds.
@@ -118,6 +148,7 @@ class Type1Scheduler:
 
         """
         self._tables.update(scheduler_output)
+        self._finished.clear()
         starting = self._tables.new | self._tables.resumed
         self._mark(scheduler_output, starting)
         loads: list[LoadRequest] = []
@@ -131,24 +162,49 @@ class Type1Scheduler:
             end = min(computed + scheduled, len(tracked.request.all_token_ids)) // self._block_size
             if end <= tracked.num_saved_blocks and end <= computed // self._block_size:
                 continue  # the common case: a decode step that fills no block
-            try:
-                tracked.chain.extend(tracked.request.all_token_ids)
-            except ValueError as error:
-                _limited.warning("keys", "A request is neither stored nor reused: %s", error)
-                tracked.chain = None
+            if not self._keys(tracked):
                 continue
             drafts = len(scheduler_output.scheduled_spec_decode_tokens.get(request_id, ()))
             last_token = computed + scheduled - drafts - 1
             if (load := self._load(tracked, request_id, computed, last_token, end)) is not None:
                 loads.append(load)
+                if request_id in self._tables.new:
+                    self.stats.add("requests_looked_up")
+                    self.stats.add("prefix_cache_queries", tracked.request.num_prompt_tokens - computed)
             if not tracked.held:
                 saves.extend(self._save(tracked, request_id, computed, end, started=request_id in starting))
         return Type1Metadata(
             candidates=tuple(load.request_id for load in loads),
             loads=tuple(loads),
             saves=tuple(saves),
+            announced=tuple(self._announce(scheduler_output)),
             reset_count=self._reset_count,
         )
+
+    def _announce(self, scheduler_output: Any) -> Iterator[Announcement]:
+        """Yield the waiting requests that the workers don't know of, those that were just preempted included."""
+        waiting = [*self._unannounced, *self._tables.preempted]
+        self._unannounced.clear()
+        for request_id in waiting:
+            tracked = self._tracked.get(request_id)
+            if tracked is None or request_id in scheduler_output.num_scheduled_tokens:
+                continue
+            keys = self._keys(tracked)
+            if keys and not getattr(tracked.request, "skip_reading_prefix_cache", False):
+                self.stats.add("requests_announced")
+                yield Announcement(request_id, tuple(keys))
+
+    def _keys(self, tracked: _Tracked) -> list[bytes]:
+        """Return the keys of all full blocks of a request so far; none if it is neither stored nor reused."""
+        if tracked.chain is None:
+            return []
+        try:
+            tracked.chain.extend(tracked.request.all_token_ids)
+        except ValueError as error:
+            _limited.warning("keys", "A request is neither stored nor reused: %s", error)
+            tracked.chain = None
+            return []
+        return tracked.chain.keys
 
     def _mark(self, scheduler_output: Any, starting: set[str]) -> None:
         """Find requests whose start another connector (under `MultiConnector`) loads in this step.
@@ -165,6 +221,7 @@ class Type1Scheduler:
         for request_id, computed, _ in _scheduled(scheduler_output) if starting else ():
             tracked = self._tracked.get(request_id)
             if tracked is not None and request_id in starting:
+                tracked.resumed = request_id in self._tables.resumed
                 tracked.num_saved_blocks = 0  # also fills gaps that eviction left; what is stored isn't stored again
                 tracked.tainted = may_load and computed > tracked.num_local_tokens
                 if tracked.tainted:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 from kvplug import compat
@@ -12,7 +13,7 @@ from kvplug.log import RateLimited, get_logger
 from kvplug.paged import PagedCache, Transfer
 from kvplug.stats import Stats
 from kvplug.store import MemoryTier, SlotRef
-from kvplug_type1.metadata import LoadRequest, SaveRequest, Type1Metadata
+from kvplug_type1.metadata import LoadRequest, SaveRequest, Type1Metadata, Type1WorkerMetadata
 
 __all__ = ["Type1Worker"]
 
@@ -45,6 +46,9 @@ class Type1Worker:
         self._pending: deque[tuple[Transfer, Callable[[], None], Callable[[], None] | None]] = deque()
         #: Metadata of the last step for which the hook was called.
         self._hooked: Type1Metadata | None = None
+        #: What the hook answered in this step.
+        self._loaded: dict[str, int] = {}
+        self._reported_usage: int | None = None
         self.stats = Stats()
 
     @property
@@ -106,15 +110,42 @@ class Type1Worker:
         if metadata.reset_count != self._reset_count:
             self.tier.clear()
             self._reset_count = metadata.reset_count
-        loaded = {load.request_id: self._load_one(load) for load in metadata.loads}
-        self._settle()
-        return loaded
+        # What waits is used before what is loaded now, which is then the last to be evicted.
+        for waiting in metadata.announced:
+            self.tier.allocator.touch_prefix(waiting.keys)
+        self._loaded = {}
+        if metadata.loads:
+            start = perf_counter()
+            self._loaded = {load.request_id: self._load_one(load) for load in metadata.loads}
+            self._settle()
+            self.stats.observe("load_seconds", perf_counter() - start)
+        return self._loaded
+
+    def report(self, skipped: Mapping[str, int]) -> Type1WorkerMetadata | None:
+        """Say what came of this step's loads, once.
+
+        Args:
+            skipped: Tokens that didn't have to be computed, by request id, as ranks and hooks have agreed.
+
+        """
+        loaded, self._loaded = self._loaded, {}
+        ours = {name: min(count, skipped[name]) for name, count in loaded.items() if count > 0 and name in skipped}
+        return Type1WorkerMetadata(ours) if ours else None
+
+    def gauges(self) -> dict[str, float]:
+        """Return how much of the host memory is used, and how much there is, in bytes, if that has changed."""
+        if self._tier is None or (used := self._tier.used_bytes) == self._reported_usage:
+            return {}
+        self._reported_usage = used
+        return {"l1_usage_bytes": used, "l1_capacity_bytes": self._tier.capacity_bytes}
 
     def _load_one(self, load: LoadRequest) -> int:
         self.stats.add("blocks_looked_up", len(load.keys))
         allocator = self.tier.allocator
-        pinned = allocator.pin_prefix(load.keys)
+        pinned: list[SlotRef] = []
         try:
+            pinned = allocator.pin_prefix(load.keys)
+            self.stats.add("blocks_hit", len(pinned))
             num_blocks = len(pinned) - (1 if self._drop_last_hit and pinned else 0)
             tokens = self._tokens(load, num_blocks)
             if tokens > 0:
@@ -129,8 +160,9 @@ class Type1Worker:
             allocator.unpin(pinned)
         if tokens <= 0:
             return 0
-        self.stats.add("blocks_hit", num_blocks)
+        self.stats.add("blocks_loaded", num_blocks)
         self.stats.add("tokens_loaded", tokens)
+        self.stats.add("loaded_bytes", num_blocks * self.paged.block_bytes)
         return tokens
 
     def _tokens(self, load: LoadRequest, num_blocks: int) -> int:
@@ -146,30 +178,38 @@ class Type1Worker:
         if metadata.loads and self._hooked is not metadata:
             _limited.warning("hook", "A step had loads but the hook wasn't called: run kvplug doctor.")
             self.stats.add("hook_missed")
-        for save in metadata.saves:
-            self._save_one(save)
+        if metadata.saves:
+            start = perf_counter()
+            for save in metadata.saves:
+                self._save_one(save)
+            self.stats.observe("save_seconds", perf_counter() - start)
         self._settle()
 
     def _save_one(self, save: SaveRequest) -> None:
         allocator = self.tier.allocator
         evicted, refused = allocator.evictions, allocator.refused
-        reserved = allocator.reserve(save.keys)
-        self.stats.add("blocks_evicted", allocator.evictions - evicted)
-        self.stats.add("saves_refused", allocator.refused - refused)
-        pairs = [(block, ref) for block, ref in zip(save.block_ids, reserved, strict=True) if ref is not None]
-        if not pairs:
-            return
-        block_ids, refs = zip(*pairs, strict=True)
+        refs: tuple[SlotRef, ...] = ()
         try:
+            reserved = allocator.reserve(save.keys)
+            pairs = [(block, ref) for block, ref in zip(save.block_ids, reserved, strict=True) if ref is not None]
+            if not pairs:
+                return
+            block_ids, refs = zip(*pairs, strict=True)
             transfer = self.paged.gather(block_ids, self.tier.slab, [ref.slot for ref in refs])
         except Exception as error:  # noqa: BLE001 - a failed save is a later miss, whatever it was
             allocator.abandon(refs)
             self._failed("save", error)
             return
+        finally:
+            self.stats.add("blocks_evicted", allocator.evictions - evicted)
+            self.stats.add("saves_refused", allocator.refused - refused)
         self._pending.append((transfer, partial(self._publish, refs), partial(allocator.abandon, refs)))
 
     def _publish(self, refs: Sequence[SlotRef]) -> None:
-        self.stats.add("blocks_saved", self.tier.allocator.publish(refs))
+        num_blocks = self.tier.allocator.publish(refs)
+        self.stats.add("blocks_saved", num_blocks)
+        self.stats.add("tokens_saved", num_blocks * self._block_size)
+        self.stats.add("saved_bytes", num_blocks * self.paged.block_bytes)
 
     def _settle(self, *, wait: bool = False) -> None:
         """Unpin and publish what has been copied. Copies on a GPU end while the host goes on; others have ended."""
@@ -184,7 +224,10 @@ class Type1Worker:
                 self._failed("save" if give_up else "load", error)
                 finish = give_up or finish
             self._pending.popleft()
-            finish()
+            try:
+                finish()
+            except Exception as error:  # noqa: BLE001 - an eviction policy may be anybody's
+                self._failed("save" if give_up else "load", error)
 
     def _failed(self, what: str, error: Exception) -> None:
         self.stats.add(f"{what}_errors")
