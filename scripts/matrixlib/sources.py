@@ -13,7 +13,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from packaging.version import Version
@@ -70,11 +70,21 @@ def fetch(release: str, *, timeout: float = 600) -> Tree:
 
 
 def prefetch(releases: Iterable[str]) -> None:
-    """Download what isn't there yet, several at once. What can't be had is left for `fetch` to complain about."""
+    """Download what isn't there yet, several at once.
+
+    Raises:
+        SourcesError: One of them can't be had. Those that weren't begun by then are left out.
+
+    """
     missing = [release for release in releases if not (folder() / release).exists()]
     with ThreadPoolExecutor(_DOWNLOADS_AT_ONCE) as pool:
-        for done in [pool.submit(fetch, release) for release in missing]:
-            done.exception()
+        downloads = [pool.submit(fetch, release) for release in missing]
+        try:
+            for download in as_completed(downloads):
+                download.result()
+        except SourcesError:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def _download(release: str, into: Path, timeout: float) -> Path:

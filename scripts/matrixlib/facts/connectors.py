@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from matrixlib.checks import Abstract, All, Has, Says, Sets, Takes
+from matrixlib.checks import Abstract, All, Has, InOrder, Says, Sets, Takes
 from matrixlib.fact import Fact, fields
 
 __all__ = ["FACTS"]
@@ -12,6 +12,7 @@ _METRICS = "vllm/distributed/kv_transfer/kv_connector/v1/metrics.py"
 _SCHEDULER = "vllm/v1/core/sched/scheduler.py"
 _MIXIN = "vllm/v1/worker/kv_connector_model_runner_mixin.py"
 _LIFECYCLE = "KVConnectorModelRunnerMixin._get_kv_connector_output"
+_SECOND = "vllm/v1/worker/gpu/kv_connector.py"
 _REQUEST = "vllm/v1/request.py"
 _SPECS = "vllm/v1/kv_cache_interface.py"
 _CLASS = "KVConnectorBase_V1"
@@ -54,6 +55,7 @@ _INTERFACE = (
                     "request_finished",
                     "reset_cache",
                     "shutdown",
+                    "update_connector_output",
                 )
             )
         ),
@@ -77,10 +79,30 @@ _INTERFACE = (
         since="0.19.0",
     ),
     Fact(
-        "workers may send metadata of their own",
-        All((Has(_BASE, "KVConnectorWorkerMetadata"), Has(_BASE, f"{_CLASS}.build_connector_worker_meta"))),
-        "connectors that match on the scheduler",
+        "a worker's connector may tell the scheduler's of a step",
+        All(
+            (
+                Has(_BASE, "KVConnectorWorkerMetadata"),
+                Has(_BASE, f"{_CLASS}.build_connector_worker_meta"),
+                Has("vllm/v1/outputs.py", "KVConnectorOutput.kv_connector_worker_meta"),
+            )
+        ),
+        "kvplug.compat.worker_metadata_class",
         since="0.18.1",
+    ),
+    Fact(
+        "the first runner asks what there is to tell",
+        Says(_MIXIN, _LIFECYCLE, "kv_connector.build_connector_worker_meta()"),
+        "kvplug_type1.connector",
+        since="0.18.1",
+        runners=("v1",),
+    ),
+    Fact(
+        "the second runner asks what there is to tell",
+        Says(_SECOND, "ActiveKVConnector.post_forward", "self.kv_connector.build_connector_worker_meta()"),
+        "kvplug_type1.connector",
+        since="0.20.2",
+        runners=("v2",),
     ),
     Fact(
         "a connector is told of new requests",
@@ -90,7 +112,7 @@ _INTERFACE = (
                 Says(_SCHEDULER, "Scheduler", "self.connector.on_new_request(request)"),
             )
         ),
-        "connectors that fetch ahead",
+        "kvplug_type1.connector",
         since="0.22.1",
     ),
     Fact(
@@ -124,10 +146,24 @@ _CALLS = (
         "kvplug_type1.connector",
     ),
     Fact(
-        "saves are waited for when a step has run",
-        Says(_MIXIN, _LIFECYCLE, "kv_connector.wait_for_save()"),
+        "the first runner waits for saves and asks for stats when a step has run",
+        InOrder(
+            _MIXIN,
+            _LIFECYCLE,
+            ("yield output", "kv_connector.wait_for_save()", "kv_connector.get_kv_connector_stats()"),
+        ),
         "kvplug_type1.worker",
         runners=("v1",),
+    ),
+    Fact(
+        "the second runner waits for saves and asks for stats when a step has run",
+        InOrder(
+            _SECOND,
+            "ActiveKVConnector.post_forward",
+            ("self.kv_connector.wait_for_save()", "self.kv_connector.get_kv_connector_stats()"),
+        ),
+        "kvplug_type1.worker",
+        runners=("v2",),
     ),
     Fact(
         "loads start before the computation only where the scheduler was promised some",
@@ -137,7 +173,7 @@ _CALLS = (
         runners=("v1",),
     ),
     Fact(
-        "stats have data, and metrics are made of four things",
+        "stats have data, and metrics are made of vLLM's own kinds",
         All(
             (
                 Has(_METRICS, "KVConnectorStats.data"),
@@ -145,6 +181,10 @@ _CALLS = (
                     _METRICS,
                     "KVConnectorPromMetrics.__init__",
                     ("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"),
+                ),
+                *(
+                    Says(_METRICS, "KVConnectorPromMetrics.__init__", f"metric_types[{kind}]")
+                    for kind in ("Counter", "Gauge", "Histogram")
                 ),
             )
         ),

@@ -52,7 +52,7 @@ _FIELDS = (
         "num_computed_tokens: list[int]",
     ),
     *fields(
-        "vllm/sampling_params.py", "SamplingParams", "kvplug.compat.static_veto", "prompt_logprobs: int | None = None"
+        "vllm/sampling_params.py", "SamplingParams", "kvplug.compat.static_vetoes", "prompt_logprobs: int | None = None"
     ),
     Fact(
         "a block copy names the block that it overwrites",

@@ -185,7 +185,7 @@ def _of_each(runner: str, path: str) -> tuple[Fact, ...]:
             runners=(runner,),
         ),
         Fact(
-            f"{runner} keeps the scheduler's output of no step",
+            f"{runner} keeps no step of the scheduler",
             Never(path, "GPUModelRunner", "self.scheduler_output = _"),
             "kvplug.compat.shortened_output",
             runners=(runner,),
