@@ -11,7 +11,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-0.19 soak check env env-0.19 lint built clean distclean
+.PHONY: help demo test test-0.19 soak check bench-type1 env env-0.19 lint built clean distclean
 
 help:
 	@grep '^# make' Makefile | cut -c 3-
