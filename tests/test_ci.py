@@ -66,7 +66,9 @@ def test_ci_goes_on_without_the_old_engine(ci, code, reason):
 
 
 def _plan(target):
-    return subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    # Below another make, as in `make test`, make would say which folder it enters and leaves.
+    command = ["make", "--no-print-directory", "-n", target]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.parametrize("target", ["test", "check"])

@@ -201,14 +201,14 @@ def test_aborted_requests(runner, models):
     assert_nothing_left(ours)
 
 
-def test_d1_d4_lora_and_salt(models):
+def test_d1_d4_lora_and_salt(runner, models):
     """D1, D4: adapters, no adapter, and cache salts don't share KV; the same adapter or salt does."""
     text = prompt(200, seed=11)
     one, two = (1, models("lora1")), (2, models("lora2"))
     kinds = [{}, {"lora": one}, {"lora": two}, {"salt": "x"}, {"salt": "y"}]
     args = {"model": models("llama"), "enable_lora": True, "max_lora_rank": 8, "enable_prefix_caching": False}
-    plain = run_plain([Generate([text], **kind) for kind in kinds], **args)
-    ours = run("v1", [Generate([text], **kind) for kind in [*kinds, *kinds]], connector=type1(), **args)
+    plain = run_plain([Generate([text], 4, **kind) for kind in kinds], **args)
+    ours = run(runner, [Generate([text], 4, **kind) for kind in [*kinds, *kinds]], connector=type1(), **args)
     for number, (expected, cold, warm) in enumerate(
         zip(plain.rounds, ours.rounds[: len(kinds)], ours.rounds[len(kinds) :], strict=True)
     ):

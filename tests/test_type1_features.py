@@ -146,7 +146,7 @@ def beside_example(*, model, prompts, storage):
     return rounds
 
 
-def test_f4_beside_another_connector(models, tmp_path):
+def test_f4_beside_another_connector(runner, models, tmp_path):
     """F4, F7: under MultiConnector behind vLLM's ExampleConnector outputs are right whoever loads.
 
     What the other connector loads, type1 neither loads nor stores again: it can't vouch for it.
@@ -154,7 +154,9 @@ def test_f4_beside_another_connector(models, tmp_path):
     prompts = [prompt(165, 3), prompt(101, 4)]
     plain = engines.run(drive, model=models("llama"), script=[OneByOne(prompts, 4)])
     expected = plain.rounds[0].outputs
-    rounds = engines.run(beside_example, model=models("llama"), prompts=prompts, storage=str(tmp_path), timeout=300)
+    rounds = engines.run(
+        beside_example, runner=runner, timeout=300, model=models("llama"), prompts=prompts, storage=str(tmp_path)
+    )
     for (outputs, _, _), wanted in zip(rounds, (expected[:1], expected, expected[1:]), strict=True):
         compare(outputs, wanted, atol=CLOSE)
     # Cold, type1 stores; where the other one has promised tokens, it keeps out of it.

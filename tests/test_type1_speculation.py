@@ -38,7 +38,7 @@ def run(runner, script, **arguments):
 LETTERS = {"allowed_token_ids": [60, 61, 62]}
 ASKED = {
     "letters": Generate(
-        [[60 + token % 3 for token in prompt(length, length)] for length in (70, 54)], 22, sampling=LETTERS
+        [[60 + token % 3 for token in prompt(length, length)] for length in (58, 54)], 22, sampling=LETTERS
     ),
     "prompt": Generate([prompt(90, 1)], 12),
     "whole blocks": Generate([prompt(3 * BLOCK, 3)], 16),
@@ -70,13 +70,15 @@ def test_ngram(runner, method, asynchronous):
     With asynchronous scheduling vLLM has another way to find them, which on the first runner needs a GPU.
     """
     ask, expected = ASKED["letters"], run_plain("letters")
-    # All but the last of the generated tokens have KV, in blocks that decoding filled.
+    # Decoding filled the second block of each. What it did last may not be stored: tokens that a step finds out itself
+    # are stored in the next one.
     longer = [[*text, *output.tokens[:19]] for text, output in zip(ask.prompts, expected, strict=True)]
     again = Generate(longer, 3, sampling=LETTERS)
     expected_again = [Output(output.tokens[19:], output.logprobs[19:]) for output in expected]
     result = run(
         runner,
         [ask, ResetLocal(), again, Corrupt(), ResetLocal(), again],
+        env={"NUMBA_DISABLE_JIT": "1"},  # compiling the search for drafts takes 6 s, the search itself nothing
         asynchronous=asynchronous,
         speculative_config={"method": method, "num_speculative_tokens": 3, "prompt_lookup_max": 3},
     )
@@ -85,7 +87,6 @@ def test_ngram(runner, method, asynchronous):
     compare(cold.outputs, expected, atol=CLOSE)
     compare(warm.outputs, expected_again, atol=CLOSE)
     assert_differ(spoilt.outputs, expected_again)
-    # 89 and 73 of the tokens: of the last few a step was scheduled before they were known, so they may not be stored.
     assert [r.counts["tokens_loaded"] for r in result.rounds] == [0, 4 * BLOCK, 4 * BLOCK]
     assert not any(result.leftovers.values()), result.leftovers
 
@@ -126,14 +127,13 @@ def test_e8_what_draft_layers_store(runner, method, draft, asynchronous):
     assert len(decoded.blocks) == 3
     assert decoded.blocks.keys() == prefilled.blocks.keys()
     assert numbers_that_differ(decoded, prefilled) == {}
-    first, second = (key for key in decoded.blocks if key in elsewhere.blocks)
+    _, second = (key for key in decoded.blocks if key in elsewhere.blocks)
     differ = numbers_that_differ(decoded, elsewhere)
     if method == "draft_model":
         assert differ == {}
     else:
         one_token = decoded.layers[drafts[0]] // BLOCK // 4  # of four bytes each
         assert differ == {(drafts[0], second): one_token}
-        assert first != second
 
 
 def test_a_draft_model_is_right_as_often_warm_as_cold(runner):

@@ -29,7 +29,7 @@ def _warm(*, quick: bool) -> list[Figure]:
 def _example(*, quick: bool) -> list[Figure]:
     from benchmarks.type1 import example
 
-    return example.measure(2 if quick else 15)
+    return example.measure(1 if quick else 5)
 
 
 def _copies(*, quick: bool) -> list[Figure]:

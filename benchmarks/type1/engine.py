@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.type1.processes import ROOT, Child
+from benchmarks.type1.model import MUCH_COMPUTE, VOCABULARY, Shape, model_path
+from benchmarks.type1.processes import Child
 
 __all__ = [
     "BLOCK_SIZE",
     "PROMPT_TOKENS",
-    "TYPE1",
+    "REST",
     "block_bytes",
     "blocks_saved",
     "cost",
@@ -27,56 +28,63 @@ __all__ = [
     "open_engine",
     "stored_tokens_used",
     "ttft",
+    "type1",
     "watch_connector",
     "watch_loads",
 ]
 
-#: Tokens of a prompt: 128 blocks and a rest, so that every kind of hit leaves the same tokens to compute.
-PROMPT_TOKENS = 4096 + 8
-
 BLOCK_SIZE = 32
+
+#: Tokens of a prompt beyond its full blocks, so that every kind of hit leaves the same tokens to compute.
+REST = 8
+
+#: Tokens of a long prompt.
+PROMPT_TOKENS = 4096 + REST
 
 #: Tokens in a step.
 _BUDGET = 8192
 
-TYPE1: dict[str, Any] = {
-    "kv_connector": "Type1Connector",
-    "kv_role": "kv_both",
-    "kv_connector_extra_config": {"l1_size_per_rank": "256MiB"},
-}
+
+def type1(size: str) -> dict[str, Any]:
+    """Return type1's configuration with as much host memory. A prompt's blocks take 80 MiB."""
+    return {
+        "kv_connector": "Type1Connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"l1_size_per_rank": size},
+    }
+
 
 _live: dict[str, Any] = {}
 
 
 @contextmanager
-def open_engine(name: str, connector: dict[str, Any] | None) -> Iterator[Child]:
+def open_engine(name: str, connector: dict[str, Any] | None, shape: Shape = MUCH_COMPUTE) -> Iterator[Child]:
     """Start an engine in a process of its own, with a token budget above every prompt."""
-    from demolib.model import make_model
-
-    model = make_model(ROOT / "build" / "demo", 0)
     with Child(name) as child:
-        child.call(start, str(model), connector)
+        child.call(start, connector, shape)
         yield child
 
 
-def start(model: str, connector: dict[str, Any] | None) -> None:
+def start(connector: dict[str, Any] | None, shape: Shape) -> None:
     """Start the engine of this process, and let it do once what it does later."""
     from support.llm import make_llm
 
     _live["llm"] = make_llm(
-        model,
+        str(model_path(shape)),
+        dtype=shape.dtype,
         connector=connector,
         block_size=BLOCK_SIZE,
         num_gpu_blocks=3 * PROMPT_TOKENS // BLOCK_SIZE,
         max_model_len=_BUDGET,
         max_num_batched_tokens=_BUDGET,
+        skip_tokenizer_init=True,
     )
     _generate(_prompt("warm-up", 64), 2)
 
 
 def _prompt(seed: str, num_tokens: int = PROMPT_TOKENS) -> list[int]:
     generator = random.Random(seed)  # noqa: S311
-    return [generator.randrange(256, 4096) for _ in range(num_tokens)]
+    return [generator.randrange(VOCABULARY) for _ in range(num_tokens)]
 
 
 def _generate(prompt: list[int], max_tokens: int) -> list[int]:
@@ -91,11 +99,12 @@ def _generate(prompt: list[int], max_tokens: int) -> list[int]:
 # -- Time to first token -----------------------------------------------------------------------------------------------
 
 
-def ttft(seed: str, *, reset: bool = False) -> tuple[float, list[int]]:
+def ttft(seed: str, *, num_tokens: int = PROMPT_TOKENS, reset: bool = False) -> tuple[float, list[int]]:
     """Return the seconds to the first token of a prompt, and that token.
 
     Args:
         seed: Says which prompt.
+        num_tokens: Its length.
         reset: Whether vLLM's own prefix cache is emptied before.
 
     """
@@ -103,7 +112,7 @@ def ttft(seed: str, *, reset: bool = False) -> tuple[float, list[int]]:
         from support.llm import reset_local_cache
 
         reset_local_cache(_live["llm"])
-    prompt = _prompt(seed)
+    prompt = _prompt(seed, num_tokens)
     begin = time.perf_counter()
     tokens = _generate(prompt, 1)
     return time.perf_counter() - begin, tokens
@@ -140,10 +149,10 @@ def watch_loads(where: str) -> None:
     setattr(owner, name, timed)
 
 
-def loading(seed: str) -> float:
+def loading(seed: str, *, num_tokens: int) -> float:
     """Have vLLM forget a prompt and ask for it again. Returns the seconds of the longest load."""
     _live["loads"].clear()
-    ttft(seed, reset=True)
+    ttft(seed, num_tokens=num_tokens, reset=True)
     seconds: list[float] = _live["loads"]
     return max(seconds)
 

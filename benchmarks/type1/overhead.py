@@ -19,10 +19,9 @@ def measure(runs: int) -> list[Figure]:
     """
     with (
         engine.open_engine("overhead-plain", None) as plain,
-        engine.open_engine("overhead-type1", engine.TYPE1) as ours,
+        engine.open_engine("overhead-type1", engine.type1("160MiB")) as ours,
     ):
-        # Each prompt takes 32 MiB of the 256.
-        ours.call(engine.fill, 8)
+        ours.call(engine.fill, 2)
         ours.call(engine.watch_connector)
         saved = ours.call(engine.blocks_saved)
         costs: list[dict[str, float]] = []

@@ -31,7 +31,7 @@ class ChildError(Exception):
 
 def set_environment() -> None:
     """Give this process, and its children, the environment of test engines, and let them import what tests share."""
-    sys.path += [str(ROOT / "tests"), str(ROOT / "scripts")]
+    sys.path.append(str(ROOT / "tests"))
     from support.engines import base_environment
 
     environment = base_environment("v1") | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TOKENIZERS_PARALLELISM": "false"}

@@ -13,7 +13,10 @@ __all__ = ["measure"]
 def measure(*, runs: int, cold_runs: int) -> list[Figure]:
     """Measure a prompt cold, stored by type1, and in vLLM's own prefix cache on an engine without a connector."""
     blocks = engine.PROMPT_TOKENS // engine.BLOCK_SIZE
-    with engine.open_engine("warm-plain", None) as plain, engine.open_engine("warm-type1", engine.TYPE1) as ours:
+    with (
+        engine.open_engine("warm-plain", None) as plain,
+        engine.open_engine("warm-type1", engine.type1("128MiB")) as ours,
+    ):
         cold, first = zip(*(ours.call(engine.ttft, f"warm {number}") for number in range(cold_runs)), strict=True)
         plain.call(engine.ttft, "warm 0")
         used = ours.call(engine.stored_tokens_used)

@@ -198,3 +198,34 @@ def test_releases_that_do_not_tell_about_scheduler_side_loads():
     old, no, yes = SimpleNamespace(), SimpleNamespace(has_sync_kv_loads=False), SimpleNamespace(has_sync_kv_loads=True)
     assert [compat.has_scheduler_side_loads(o) for o in (old, no, yes)] == [False, False, True]
     assert [compat.may_have_scheduler_side_loads(o) for o in (old, no, yes)] == [True, False, True]
+
+
+@pytest.fixture
+def active_connector(monkeypatch):
+    """Return a function that puts a module with the second runner's way of calling connectors in vLLM's place."""
+
+    def put(body):
+        namespace = {}
+        exec(f"class ActiveKVConnector:\n    def post_forward(self):\n        {body}\n", namespace)
+        module = ModuleType("vllm.v1.worker.gpu.kv_connector")
+        module.ActiveKVConnector = namespace["ActiveKVConnector"]
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    return put
+
+
+def test_whether_reports_reach_the_scheduler(active_connector, monkeypatch):
+    """Not before 0.18.1, where vLLM has no such metadata; with the second runner where it asks, from 0.20.2 on."""
+    first, second = runner_class("v1", "pass"), runner_class("v2", "pass")
+    active_connector("self.kv_connector.get_kv_connector_stats()")
+    assert compat.reports_to_scheduler(first)
+    assert not compat.reports_to_scheduler(second)
+    active_connector("self.kv_connector.build_connector_worker_meta()")
+    assert compat.reports_to_scheduler(second)
+    monkeypatch.setattr(compat, "worker_metadata_class", lambda: None)
+    assert not compat.reports_to_scheduler(first)
+
+
+def test_the_installed_vllm_passes_reports_on():
+    """The control: with vLLM's own second runner, the one that is installed."""
+    assert compat.reports_to_scheduler(runner_class("v2", "pass"))

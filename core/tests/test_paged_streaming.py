@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 import sys
 
 import numpy as np
@@ -122,3 +123,24 @@ def test_where_llvm_fails_numpy_copies(monkeypatch, caplog):
     monkeypatch.setattr(binding, "get_host_cpu_features", fail)
     assert streaming_copy() is None
     assert "no such CPU" in caplog.text
+
+
+#: What vLLM does in every module when an engine starts on a CPU.
+SCAN = """
+import sys
+for module in list(sys.modules.values()):
+    for name, value in list(getattr(module, "__dict__", {}).items()):
+        if hasattr(value, "__dict__"):
+            vars(value).get("kernel")
+"""
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["kvplug's import", "plain import"])
+def test_another_engine_can_start_after_it(own):
+    """The libraries imported for it can be inspected as vLLM does; after a plain import of llvmlite they can't."""
+    before = "import kvplug.paged.streaming as it; assert it.streaming_copy()" if own else "import llvmlite.binding"
+    done = subprocess.run([sys.executable, "-c", f"{before}\n{SCAN}"], capture_output=True, text=True, check=False)
+    if own:
+        assert done.returncode == 0, done.stderr
+    else:
+        assert "has no attribute 'get'" in done.stderr

@@ -39,6 +39,7 @@ __all__ = [
     "preempted_ids",
     "refuse_split_dimensions",
     "replaced_tables",
+    "reports_to_scheduler",
     "require_hook_support",
     "resumed_ids",
     "returns_routed_experts",
@@ -161,6 +162,28 @@ def worker_metadata_class() -> type | None:
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
     return getattr(base, "KVConnectorWorkerMetadata", None)
+
+
+def reports_to_scheduler(runner_class: type) -> bool:
+    """Return whether vLLM passes what a worker's connector tells on to the scheduler's.
+
+    From 0.18.1 on with the first model runner, from 0.20.2 on with the second.
+
+    Args:
+        runner_class: The model runner's class.
+
+    """
+    if worker_metadata_class() is None:
+        return False
+    if runner_kind(runner_class) != "v2":
+        return True
+    from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
+
+    return any(
+        "build_connector_worker_meta" in method.__code__.co_names
+        for method in vars(ActiveKVConnector).values()
+        if inspect.isfunction(method)
+    )
 
 
 # -- The scheduler's output ------------------------------------------------------------------------------------------

@@ -74,6 +74,7 @@ class Dispatcher:
 
         """
         self.connector = connector
+        self.runner_class = type(runner)
         self._runner = weakref.ref(runner)
         self.stats = Stats()
         self.plugins = [

@@ -231,7 +231,7 @@ def reporting(worker, monkeypatch):
     connector._scheduler, connector._worker = None, worker
     worker.save(Type1Metadata(saves=(SaveRequest("a", KEYS[:2], (1, 2)),)))
     worker.load(Type1Metadata(candidates=("a",), loads=(LoadRequest("a", 0, 0, KEYS[:2], (7, 8)),)))
-    dispatcher = SimpleNamespace(skipped={"a": 7}, stats=Stats())
+    dispatcher = SimpleNamespace(skipped={"a": 7}, stats=Stats(), runner_class=object)
     dispatcher.stats.add("tokens_skipped", 7)
     monkeypatch.setattr(dispatch, "_current", dispatcher)
     monkeypatch.setattr(compat, "tensor_parallel_rank", lambda: 0)

@@ -9,7 +9,7 @@ compiler that comes with numba and so with vLLM.
 from __future__ import annotations
 
 import ctypes
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +65,7 @@ def streaming_copy() -> StreamingCopy | None:
 def _compile() -> StreamingCopy:
     from llvmlite import binding, ir
 
+    _let_be_inspected(binding)
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     machine = binding.Target.from_default_triple().create_target_machine(
@@ -75,6 +76,19 @@ def _compile() -> StreamingCopy:
     word = ctypes.c_void_p
     function = ctypes.CFUNCTYPE(None, word, word, word, ctypes.c_size_t)(compiler.get_function_address("copy"))
     return StreamingCopy(function, compiler)
+
+
+def _let_be_inspected(binding: Any) -> None:
+    """Give llvmlite's wrapper of its library an empty ``__dict__``.
+
+    The wrapper makes a function of every name it is asked for, also of this one. vLLM 0.32 reads the ``__dict__`` of
+    everything in every module whenever a CPU engine starts: after a plain import of llvmlite, by us or by numba, no
+    further engine would start in this process.
+    """
+    with suppress(AttributeError, TypeError):  # a release of llvmlite without such a wrapper
+        wrapper = binding.ffi.lib
+        if not isinstance(vars(wrapper), dict):
+            wrapper._fntab["__dict__"] = {}  # noqa: SLF001 - there is no public way
 
 
 def _module(ir: Any) -> Any:

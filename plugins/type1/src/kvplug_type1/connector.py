@@ -37,6 +37,9 @@ class Type1Connector(KVConnectorBase_V1):  # type: ignore[misc]
     #: What `kv_connector_extra_config` is validated by.
     Settings = L1Settings
 
+    #: Whether vLLM passes on what the worker half tells the scheduler half; None before that is known.
+    _reports: bool | None = None
+
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         """Create one half of the connector.
 
@@ -118,7 +121,7 @@ class Type1Connector(KVConnectorBase_V1):  # type: ignore[misc]
             self.worker.save(metadata)
 
     def build_connector_worker_meta(self) -> Type1WorkerMetadata | None:
-        """Tell the scheduler half what came of this step's loads. vLLM asks from 0.18.1 on."""
+        """Tell the scheduler half what came of this step's loads, where vLLM asks (`compat.reports_to_scheduler`)."""
         dispatcher = dispatch.current_dispatcher()
         return None if dispatcher is None else self.worker.report(dispatcher.skipped)
 
@@ -179,11 +182,10 @@ class Type1Connector(KVConnectorBase_V1):  # type: ignore[misc]
         new = self.worker.stats.take()
         if (dispatcher := dispatch.current_dispatcher()) is not None:
             new.update(dispatcher.stats.take())
-            if (
-                compat.worker_metadata_class() is None
-                and (report := self.worker.report(dispatcher.skipped)) is not None
-            ):
-                # Before 0.18.1 the scheduler half isn't told, so the answer is counted here.
+            if self._reports is None:
+                self._reports = compat.reports_to_scheduler(dispatcher.runner_class)
+            if not self._reports and (report := self.worker.report(dispatcher.skipped)) is not None:
+                # The scheduler half isn't told, so the answer is counted here.
                 new["prefix_cache_hits"] = sum(report.skipped.values())
         gauges = self.worker.gauges()
         if new or gauges:
