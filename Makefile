@@ -10,6 +10,9 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+# Tests of one file share engines, so they stay in one process. Each engine uses one core, and a few GiB.
+JOBS ?= 2
+PYTEST = $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-0.19 soak bench-type1 check matrix env env-0.19 lint built clean distclean
@@ -21,14 +24,14 @@ demo: built
 	@$(BIN)/python scripts/demo.py $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 # Only this run collects tests/v019: see tests/conftest.py.
 test-0.19: env-0.19
 	.venv-0.19/bin/python -m pytest tests/v019 $(ARGS)
 
 check: lint
-	$(BIN)/python -m pytest -m "not engine and not install" $(ARGS)
+	$(PYTEST) -m "not engine and not install" $(ARGS)
 
 matrix: built
 	$(BIN)/python scripts/matrix.py $(ARGS)
