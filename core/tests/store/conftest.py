@@ -1,0 +1,7 @@
+"""Lets the tests of tiers import the contract, with failures as readable as their own."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.register_assert_rewrite("tier_contract", "tiers")
