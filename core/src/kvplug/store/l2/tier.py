@@ -46,17 +46,17 @@ class Usage:
 class Tier(ABC):
     """Keeps values by key.
 
-    A *key* is 1 to 64 bytes, any bytes. A *value* is any bytes, up to `max_value_bytes`; the tier doesn't look inside. What it
-    returns may be stale or damaged: whoever reads it checks (`kvplug.store.l2.value`). A value is either found whole or not at all, as
-    far as the tier can tell, and two writers of one key never mix their bytes.
+    A *key* is 1 to 64 bytes, any bytes. A *value* is any bytes, up to `max_value_bytes`; the tier doesn't look inside.
+    What it returns may be stale or damaged: whoever reads it checks (`kvplug.store.l2.value`). A value is either found
+    whole or not at all, as far as the tier can tell, and two writers of one key never mix their bytes.
 
-    Calls come from up to `max_calls` threads at once, and must be safe then. `timeout` is in seconds: a call that can end by
-    itself in that time does, with `TierTimeoutError`. Whoever calls has a deadline of its own, so a call that can't is no
-    disaster, but costs a thread until it ends. A missing key is never an error. A batch that fails in part may raise, or
-    report the failed keys as misses; after an exception all of the batch counts as failed.
+    Calls come from up to `max_calls` threads at once, and must be safe then. `timeout` is in seconds: a call that can
+    end by itself in that time does, with `TierTimeoutError`. Whoever calls has a deadline of its own, so a call that
+    can't is no disaster, but costs a thread until it ends. A missing key is never an error. A batch that fails in part
+    may raise, or report the failed keys as misses; after an exception all of the batch counts as failed.
 
-    Memory for values is given as `memoryview` of format "B", contiguous, of the worker's slab or of scratch memory. A tier reads
-    and writes it during the call only.
+    Memory for values is given as `memoryview` of format "B", contiguous, of the worker's slab or of scratch memory. A
+    tier reads and writes it during the call only.
     """
 
     #: What the setting `l2` and the metrics call it.
@@ -81,7 +81,7 @@ class Tier(ABC):
         """
 
     def register(self, memory: memoryview) -> None:  # noqa: B027 - most tiers have no use for it
-        """Take notice of the memory that most values will be read into and written from, for tiers that must register it.
+        """Take notice of the memory of most values, for tiers that must register what they read into and write from.
 
         Called once after each `open` that worked. The memory stays until `close` has returned.
 
@@ -94,8 +94,8 @@ class Tier(ABC):
     def exists(self, keys: Sequence[bytes], timeout: float) -> Sequence[bool]:
         """Return for each key whether it is there. A value may still be gone when it is asked for.
 
-        A tier for which one key costs as much as many looks all up at once. One that has to ask key by key may stop at the first
-        that is missing, and say False for what follows.
+        A tier for which one key costs as much as many looks all up at once. One that has to ask key by key may stop at
+        the first that is missing, and say False for what follows.
         """
 
     @abstractmethod
@@ -108,8 +108,8 @@ class Tier(ABC):
             timeout: Seconds.
 
         Returns:
-            For each key the value's length in bytes, or None if it isn't there. A value that doesn't fit isn't there. A buffer
-            whose key isn't there may have been written to.
+            For each key the value's length in bytes, or None if it isn't there. A value that doesn't fit isn't there. A
+            buffer whose key isn't there may have been written to.
 
         """
 
@@ -132,4 +132,7 @@ class Tier(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what it has (connections, descriptors, threads). May be called again, and while calls are under way, which then end."""
+        """Give back what it has: connections, descriptors, threads.
+
+        May be called again, and while calls are under way, which then end.
+        """
