@@ -1,0 +1,122 @@
+"""Commands to one server and their replies, pipelined: all are under way before the first is answered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvplug.store.l2.tier import TierError
+from kvplug.store.l2.valkey.connection import Connection, LostError
+from kvplug.store.l2.valkey.deadline import Deadline
+from kvplug.store.l2.valkey.node import Node
+from kvplug.store.l2.valkey.resp import Payload, Reply
+
+__all__ = ["Command", "Exchange"]
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command as it is sent, and where its reply goes."""
+
+    pieces: tuple[Payload, ...]
+    #: The key, as the server knows it: it says which node of a cluster is asked.
+    key: bytes = b""
+    into: memoryview | None = None
+
+
+class Exchange:
+    """One batch to one node: `start` sends it, `finish` reads the replies, `abandon` must follow in any case.
+
+    A connection that lay idle may have died without telling: if it turns out so before anything was answered, the
+    commands are sent once more over a new one. All of this tier's commands may be repeated. Nothing else is.
+
+    Args:
+        node: Whom to ask.
+        commands: What to ask.
+        window: Most commands that are under way at once, so that a server needn't hold all of the replies.
+        deadline: By when.
+
+    """
+
+    def __init__(self, node: Node, commands: Sequence[Command], window: int, deadline: Deadline) -> None:
+        self.node = node
+        self._commands = commands
+        self._window = window
+        self._deadline = deadline
+        self._connection: Connection | None = None
+        self._sent = 0
+        self._replies: list[Reply] = []
+
+    def start(self) -> None:
+        """Send what fits in the window.
+
+        Raises:
+            TierError: It didn't work.
+
+        """
+        self._connection = self.node.acquire(self._deadline)
+        try:
+            self._send()
+        except LostError as error:
+            self._reconnect(error)
+
+    def finish(self) -> list[Reply]:
+        """Return the replies, in order.
+
+        Raises:
+            TierError: Not all of them came.
+
+        """
+        for command in self._commands:
+            self._replies.append(self._reply(command))
+            self._send()
+        assert self._connection is not None
+        self.node.release(self._connection)
+        self._connection = None
+        return self._replies
+
+    def abandon(self) -> None:
+        """Drop the connection unless the exchange is complete: what comes over it next belongs to nobody."""
+        if self._connection is not None:
+            self.node.discard(self._connection)
+            self._connection = None
+
+    def _reply(self, command: Command) -> Reply:
+        assert self._connection is not None
+        try:
+            return self._connection.reply(command.into)
+        except LostError as error:
+            self._reconnect(error)
+            return self._connection.reply(command.into)
+
+    def _send(self) -> None:
+        stop = min(len(self._replies) + self._window, len(self._commands))
+        if stop > self._sent:
+            assert self._connection is not None
+            self._connection.send(list(_pieces(self._commands[self._sent : stop])), self._deadline)
+            self._sent = stop
+
+    def _reconnect(self, error: TierError) -> None:
+        assert self._connection is not None
+        if self._replies or not self._connection.reused:
+            raise error
+        self.abandon()
+        self.node.drop_idle()  # they are as old, and as dead
+        self._connection = self.node.dial(self._deadline)
+        self._sent = 0
+        self._send()
+
+
+def _pieces(commands: Iterable[Command]) -> Iterable[Payload]:
+    """Yield what is sent; short pieces that follow each other are put together."""
+    short: list[bytes] = []
+    for command in commands:
+        for piece in command.pieces:
+            if isinstance(piece, bytes):
+                short.append(piece)
+                continue
+            yield b"".join(short)
+            yield piece
+            short.clear()
+    if short:
+        yield b"".join(short)
