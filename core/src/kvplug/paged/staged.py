@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["CopyStream", "CudaStream", "StagedCopier"]
 
 _STAGING_BYTES = 64 << 20
+
+#: Headers of a slab's slots up to this size leave room for at least one row.
+_MAX_HEADER_BYTES = 64
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -98,11 +101,13 @@ class StagedCopier:
         self._stream = stream
         # One user at a time: the order of work on the stream is what keeps the staging buffer consistent.
         self._lock = threading.Lock()
-        self._known_views: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        row = slot_stride(sum(region.nbytes for region in regions))
+        self._known_views: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        block_bytes = sum(region.nbytes for region in regions)
+        row = slot_stride(block_bytes)
+        nbytes = max(staging_bytes // row * row, slot_stride(block_bytes, _MAX_HEADER_BYTES))
         with stream.active():
-            # Zeros: rows cross the bus whole, paddings included.
-            self._staging = torch.zeros(max(1, staging_bytes // row) * row, dtype=torch.uint8, device=device)
+            # Zeros: rows cross the bus whole, headers and paddings included.
+            self._staging = torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
     def gather(self, block_ids: list[int], slab: Slab, slots: list[int]) -> Transfer:
         """Copy each block to the slot at the same position. Later compute waits for the reads, not for the bus."""
@@ -111,11 +116,11 @@ class StagedCopier:
         with self._lock, self._ordered(), self._stream.active():
             for rows, chunk in self._chunks(slab, slots, block_ids):
                 blocks = self._stream.indices([block for _, block in chunk])
-                for cache, field in self._views(slab.slot_stride):
+                for cache, field in self._views(slab):
                     torch.index_select(cache, 0, blocks, out=field[: len(chunk)])
                 read = self._stream.record()
                 for row, slot, count in _runs(chunk):
-                    slab.tensor[slot : slot + count].copy_(rows[row : row + count], non_blocking=True)
+                    slab.slots_tensor[slot : slot + count].copy_(rows[row : row + count], non_blocking=True)
             end = self._stream.record()
         self._stream.hold_compute(read)
         return Transfer(end)
@@ -128,8 +133,8 @@ class StagedCopier:
             for rows, chunk in self._chunks(slab, slots, block_ids):
                 blocks = self._stream.indices([block for _, block in chunk])
                 for row, slot, count in _runs(chunk):
-                    rows[row : row + count].copy_(slab.tensor[slot : slot + count], non_blocking=True)
-                for cache, field in self._views(slab.slot_stride):
+                    rows[row : row + count].copy_(slab.slots_tensor[slot : slot + count], non_blocking=True)
+                for cache, field in self._views(slab):
                     cache.index_copy_(0, blocks, field[: len(chunk)])
             end = self._stream.record()
         self._stream.hold_compute(end)
@@ -165,23 +170,26 @@ class StagedCopier:
             raise ValueError(msg)
         return self._staging[: count * stride].view(count, stride)
 
-    def _views(self, stride: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _views(self, slab: Slab) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return each region in the cache, `[num_blocks, *sizes, run]`, and in the rows, `[rows, *sizes, run]`.
 
         Both in words as wide as alignment allows: the device moves them one at a time.
         """
-        if stride not in self._known_views:
-            self._known_views[stride] = [_views(region, self._rows(stride)) for region in self._regions]
-        return self._known_views[stride]
+        layout = slab.slot_stride, slab.header_bytes
+        if layout not in self._known_views:
+            rows = self._rows(slab.slot_stride)
+            self._known_views[layout] = [_views(region, rows, slab.header_bytes) for region in self._regions]
+        return self._known_views[layout]
 
 
-def _views(region: Region, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    word = gcd(8, region.offset, region.block_stride, *region.strides, region.run, region.slot_offset, rows.stride(0))
+def _views(region: Region, rows: torch.Tensor, header_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    start = header_bytes + region.slot_offset
+    word = gcd(8, region.offset, region.block_stride, *region.strides, region.run, start, rows.stride(0))
     shape = (*region.sizes, region.run // word)
     strides = (*(stride // word for stride in (region.block_stride, *region.strides)), 1)
     cache = torch.empty(0, dtype=_WORDS[word], device=rows.device)
     cache.set_(region.storage, region.offset // word, (region.num_blocks, *shape), strides)
-    field = rows[:, region.slot_offset : region.slot_offset + region.nbytes]
+    field = rows[:, start : start + region.nbytes]
     return cache, field.view(_WORDS[word]).view(len(rows), *shape)
 
 

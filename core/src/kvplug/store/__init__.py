@@ -7,18 +7,28 @@ The first tier is host memory, in two parts that can live in different processes
   numbers and nothing of memory, so that one in a scheduler can direct the slabs of many workers: slot numbers are all
   that has to travel.
 
-`MemoryTier` is both in one process. Eviction policies are classes that register under a name (`kvplug.store.policy`).
+`MemoryTier` is both in one process. Eviction policies are classes that register under a name (`kvplug.store.policies`).
 """
 
 from __future__ import annotations
 
 from kvplug.store.allocator import Allocator, SlotRef
 from kvplug.store.memory import MemoryTier
-from kvplug.store.policy import LRU, EvictionPolicy, make_policy, policy_names, register_policy
+from kvplug.store.policies import (
+    FIFO,
+    LRU,
+    S3FIFO,
+    EvictionPolicy,
+    make_policy,
+    policy_names,
+    register_policy,
+)
 from kvplug.store.slab import Slab
 
 __all__ = [
+    "FIFO",
     "LRU",
+    "S3FIFO",
     "Allocator",
     "EvictionPolicy",
     "MemoryTier",

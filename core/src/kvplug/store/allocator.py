@@ -7,12 +7,12 @@ from array import array
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvplug.store.policy import LRU
+from kvplug.store.policies import LRU
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from kvplug.store.policy import EvictionPolicy
+    from kvplug.store.policies import EvictionPolicy
 
 __all__ = ["Allocator", "SlotRef"]
 
@@ -29,6 +29,10 @@ class SlotRef(NamedTuple):
 
     slot: int
     generation: int
+
+
+#: `_new_ref(SlotRef, (slot, generation))` makes a reference at half the cost of the constructor's.
+_new_ref = tuple.__new__
 
 
 class Allocator:
@@ -99,16 +103,27 @@ class Allocator:
         Stops at the first gap. Each of the entries counts as used, and stays where it is until `unpin`. An entry may
         be pinned any number of times.
         """
-        pinned = []
+        refs = []
+        index, state, pins, generation, policy = (
+            self._index,
+            self._state,
+            self._pins,
+            self._generation,
+            self._policy,
+        )
         with self._lock:
             for key in keys:
-                slot = self._index.get(key)
-                if slot is None or self._state[slot] != _PUBLISHED:
+                slot = index.get(key)
+                if slot is None or state[slot] != _PUBLISHED:
                     break
-                self._policy.hit(slot)
-                self._pin(slot)
-                pinned.append(SlotRef(slot, self._generation[slot]))
-        return pinned
+                if pins[slot]:
+                    pins[slot] += 1
+                else:
+                    pins[slot] = 1
+                    policy.pinned(slot)
+                policy.hit(slot)
+                refs.append(_new_ref(SlotRef, (slot, generation[slot])))
+        return refs
 
     def touch_prefix(self, keys: Sequence[bytes]) -> int:
         """Count the longest run of leading keys that are published as used, and return how many there are.
@@ -135,12 +150,16 @@ class Allocator:
         """
         with self._lock:
             slots = self._current(refs)
-            for slot, times in Counter(slots).items():
-                if self._state[slot] != _PUBLISHED or self._pins[slot] < times:
+            pins = self._pins
+            for slot, times in (Counter(slots) if _has_repeats(slots) else dict.fromkeys(slots, 1)).items():
+                if pins[slot] < times:  # only what is published has pins
                     msg = f"slot {slot} is unpinned more often than it was pinned"
                     raise ValueError(msg)
             for slot in reversed(slots):
-                self._unpin(slot)
+                if pins[slot] > 1:
+                    pins[slot] -= 1
+                else:
+                    self._unpin_last(slot)
 
     def reserve(self, keys: Sequence[bytes]) -> list[SlotRef | None]:
         """Return a slot to write to for each key that is neither published nor being written.
@@ -157,7 +176,9 @@ class Allocator:
                 slot for slot in map(self._index.get, keys) if slot is not None and self._state[slot] == _PUBLISHED
             ]
             for slot in present:
-                self._pin(slot)
+                self._pins[slot] += 1
+                if self._pins[slot] == 1:
+                    self._policy.pinned(slot)
             try:
                 full = False
                 for key in keys:
@@ -173,10 +194,13 @@ class Allocator:
                     self._index[key] = taken
                     self._keys[taken] = key
                     self._state[taken] = _RESERVED
-                    refs.append(SlotRef(taken, self._generation[taken]))
+                    refs.append(_new_ref(SlotRef, (taken, self._generation[taken])))
             finally:
                 for slot in reversed(present):
-                    self._unpin(slot)
+                    if self._pins[slot] > 1:
+                        self._pins[slot] -= 1
+                    else:
+                        self._unpin_last(slot)
         return refs
 
     def publish(self, refs: Sequence[SlotRef]) -> int:
@@ -244,18 +268,19 @@ class Allocator:
     def _current(self, refs: Sequence[SlotRef]) -> list[int]:
         """Return the slots of those references that are not stale."""
         slots = []
+        capacity, current = self.capacity, self._generation
         for slot, generation in refs:
-            if not 0 <= slot < self.capacity or generation > self._generation[slot]:
+            if not 0 <= slot < capacity or generation > current[slot]:
                 msg = f"slot {slot}, generation {generation} was never handed out here"
                 raise ValueError(msg)
-            if generation == self._generation[slot]:
+            if generation == current[slot]:
                 slots.append(slot)
         self.stale += len(refs) - len(slots)
         return slots
 
     def _reserved(self, refs: Sequence[SlotRef]) -> list[int]:
         slots = self._current(refs)
-        if len(set(slots)) != len(slots):
+        if _has_repeats(slots):
             raise ValueError("a slot comes twice")
         for slot in slots:
             if self._state[slot] != _RESERVED:
@@ -263,15 +288,8 @@ class Allocator:
                 raise ValueError(msg)
         return slots
 
-    def _pin(self, slot: int) -> None:
-        self._pins[slot] += 1
-        if self._pins[slot] == 1:
-            self._policy.pinned(slot)
-
-    def _unpin(self, slot: int) -> None:
-        self._pins[slot] -= 1
-        if self._pins[slot]:
-            return
+    def _unpin_last(self, slot: int) -> None:
+        self._pins[slot] = 0
         if self._keys[slot] is None:
             self._free(slot)
         else:
@@ -279,17 +297,17 @@ class Allocator:
 
     def _take(self) -> int | None:
         """Return a slot that is free, if need be by eviction. None if there is nothing to evict."""
-        if not self._freed and self._untouched < self.capacity:
+        if self._freed:
+            return self._freed.pop()
+        if self._untouched < self.capacity:
             self._untouched += 1
             return self._untouched - 1
-        if not self._freed:
-            victim = self._policy.victim()
-            if victim is None:
-                return None
+        victim = self._policy.victim()
+        if victim is not None:
             self.evictions += 1
             self._forget(victim)
-            self._free(victim)
-        return self._freed.pop()
+            self._generation[victim] += 1
+        return victim
 
     def _discard(self, slot: int) -> None:
         self._forget(slot)
@@ -308,3 +326,7 @@ class Allocator:
         self._state[slot] = _FREE
         self._generation[slot] += 1
         self._freed.append(slot)
+
+
+def _has_repeats(slots: list[int]) -> bool:
+    return len(set(slots)) != len(slots)

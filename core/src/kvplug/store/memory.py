@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvplug.errors import ConfigError
 from kvplug.store.allocator import Allocator
-from kvplug.store.policy import make_policy
+from kvplug.store.policies import make_policy
 from kvplug.store.slab import Slab, slot_stride
 
 if TYPE_CHECKING:
@@ -38,30 +38,40 @@ class MemoryTier:
 
     @classmethod
     def with_capacity(
-        cls, capacity_bytes: int, slot_bytes: int, *, policy: str = "lru", pin: bool = False
+        cls,
+        capacity_bytes: int,
+        slot_bytes: int,
+        *,
+        header_bytes: int = 0,
+        policy: str = "lru",
+        pin: bool = False,
+        background: bool = False,
     ) -> MemoryTier:
         """Make a tier that takes at most `capacity_bytes` of host memory.
 
         Args:
             capacity_bytes: Bytes of host memory for this worker.
             slot_bytes: Bytes of a block over all layers (`PagedCache.block_bytes`).
+            header_bytes: Bytes in front of each block, for the header that L2 tiers keep with it.
             policy: Name of the eviction policy.
             pin: Pin the memory, for copies to and from a GPU.
+            background: Back the memory, and pin it, in the background, instead of as it is written.
 
         Raises:
             ConfigError: Not even one block fits, or there is no such policy.
             KvplugError: The memory can't be had.
 
         """
-        num_slots = capacity_bytes // mmap.PAGESIZE * mmap.PAGESIZE // slot_stride(slot_bytes)
+        stride = slot_stride(slot_bytes, header_bytes)
+        num_slots = capacity_bytes // mmap.PAGESIZE * mmap.PAGESIZE // stride
         if num_slots < 1:
             msg = (
                 f"A capacity of {capacity_bytes} bytes holds no block of this model, which takes "
-                f"{slot_stride(slot_bytes)} bytes: set a larger one."
+                f"{stride} bytes: set a larger one."
             )
             raise ConfigError(msg)
         allocator = Allocator(num_slots, make_policy(policy, num_slots))
-        return cls(Slab(num_slots, slot_bytes, pin=pin), allocator)
+        return cls(Slab(num_slots, slot_bytes, header_bytes=header_bytes, pin=pin, background=background), allocator)
 
     @property
     def capacity_bytes(self) -> int:

@@ -1,19 +1,12 @@
-"""What to evict from a full tier.
+"""The interface of eviction policies, and the names that they go by.
 
-A policy orders the slots that may be evicted. It is told of everything that happens to them, and the slots that are
-pinned leave its order until they are unpinned, so that choosing a victim never has to skip any: it is O(1), also in a
-tier that is full of pinned entries.
-
-To add a policy, derive from `EvictionPolicy` and register the class under the name that the setting uses:
-
-    @register_policy("mru")
-    class MRU(EvictionPolicy): ...
+A policy orders the slots that may be evicted, and is told of everything that happens to them. It knows which are
+pinned, so that a tier full of pinned entries isn't searched.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from array import array
 from typing import TYPE_CHECKING
 
 from kvplug.errors import ConfigError
@@ -21,15 +14,18 @@ from kvplug.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["LRU", "EvictionPolicy", "SlotQueue", "make_policy", "policy_names", "register_policy"]
+__all__ = ["EvictionPolicy", "make_policy", "policy_names", "register_policy"]
 
 
 class EvictionPolicy(ABC):
     """The order in which published entries are evicted.
 
-    An `Allocator` owns a policy and calls it under its own lock, so a policy needs none. Each method must be O(1)
-    (amortised), and what a policy remembers of evicted keys must be bounded. A slot is a *candidate* from `added` or
-    `unpinned` until `pinned`, `removed`, or until `victim` returns it.
+    An `Allocator` owns a policy and calls it under its own lock, so a policy needs none. A slot is a *candidate* from
+    `added` or `unpinned` until `pinned`, `removed`, or until `victim` returns it.
+
+    Each method must be O(1) however many slots there are, also `victim` where there is no candidate. Its search may
+    step over pinned slots, if it steps over each pin at most once. What a policy remembers of evicted keys must be
+    bounded.
 
     Args:
         num_slots: Slots are numbered `0..num_slots - 1`.
@@ -49,11 +45,11 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def pinned(self, slot: int) -> None:
-        """Take a candidate out of the order: it must not be evicted."""
+        """Take note that a candidate must not be evicted."""
 
     @abstractmethod
     def unpinned(self, slot: int) -> None:
-        """Take a slot back into the order after its last pin went."""
+        """Take note that a slot's last pin went: it is a candidate again."""
 
     @abstractmethod
     def removed(self, slot: int) -> None:
@@ -66,63 +62,6 @@ class EvictionPolicy(ABC):
     @abstractmethod
     def clear(self) -> None:
         """Forget all slots, and all keys."""
-
-
-class SlotQueue:
-    """A queue of slots from which any can be taken out in O(1): a doubly linked list in two arrays.
-
-    8 bytes per slot of the tier, however many are queued; building block for policies.
-
-    Args:
-        num_slots: Slots are numbered `0..num_slots - 1`.
-
-    """
-
-    __slots__ = ("_end", "_length", "_next", "_previous")
-
-    _ABSENT = -1
-
-    def __init__(self, num_slots: int) -> None:
-        # One more than there are slots: the list's two ends meet in it.
-        self._end = num_slots
-        self.clear()
-
-    def clear(self) -> None:
-        """Take out all slots."""
-        self._next = array("i", [self._ABSENT]) * (self._end + 1)
-        self._previous = array("i", self._next)
-        self._next[self._end] = self._previous[self._end] = self._end
-        self._length = 0
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __contains__(self, slot: int) -> bool:
-        return self._next[slot] != self._ABSENT
-
-    def append(self, slot: int) -> None:
-        """Put a slot that isn't in the queue at its end."""
-        end, last = self._end, self._previous[self._end]
-        self._next[last] = self._previous[end] = slot
-        self._previous[slot] = last
-        self._next[slot] = end
-        self._length += 1
-
-    def remove(self, slot: int) -> None:
-        """Take out a slot that is in the queue, wherever it stands."""
-        following, previous = self._next[slot], self._previous[slot]
-        self._next[previous] = following
-        self._previous[following] = previous
-        self._next[slot] = self._ABSENT
-        self._length -= 1
-
-    def pop(self) -> int | None:
-        """Take out the first slot. None if the queue is empty."""
-        first = self._next[self._end]
-        if first == self._end:
-            return None
-        self.remove(first)
-        return first
 
 
 _policies: dict[str, type[EvictionPolicy]] = {}
@@ -163,42 +102,3 @@ def make_policy(name: str, num_slots: int) -> EvictionPolicy:
         msg = f"There is no eviction policy {name!r}: use one of {', '.join(policy_names())}."
         raise ConfigError(msg) from None
     return policy(num_slots)
-
-
-@register_policy("lru")
-class LRU(EvictionPolicy):
-    """Evict what was used longest ago. To be unpinned counts as use: a pin is a read that just ended."""
-
-    def __init__(self, num_slots: int) -> None:
-        self._queue = SlotQueue(num_slots)
-
-    def added(self, slot: int, key: bytes) -> None:  # noqa: ARG002  # identity matters to policies with ghosts only
-        """Queue the slot as the most recently used one."""
-        self._queue.append(slot)
-
-    def hit(self, slot: int) -> None:
-        """Make a candidate the most recently used one; a pinned slot becomes that when it is unpinned."""
-        if slot in self._queue:
-            self._queue.remove(slot)
-            self._queue.append(slot)
-
-    def pinned(self, slot: int) -> None:
-        """Take the slot out of the queue."""
-        self._queue.remove(slot)
-
-    def unpinned(self, slot: int) -> None:
-        """Queue the slot as the most recently used one."""
-        self._queue.append(slot)
-
-    def removed(self, slot: int) -> None:
-        """Take the slot out of the queue, if it is in it."""
-        if slot in self._queue:
-            self._queue.remove(slot)
-
-    def victim(self) -> int | None:
-        """Take out the least recently used candidate."""
-        return self._queue.pop()
-
-    def clear(self) -> None:
-        """Empty the queue."""
-        self._queue.clear()

@@ -8,7 +8,7 @@ import pytest
 
 from kvplug.errors import ConfigError
 from kvplug.store import LRU, make_policy, policy_names, register_policy
-from kvplug.store.policy import SlotQueue
+from kvplug.store.policies import SlotQueue
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -58,7 +58,7 @@ def test_lru_evicts_what_was_used_longest_ago():
 
 def test_policies_are_chosen_by_name(monkeypatch):
     """A registered class is found by its name; an unknown name lists the known ones; a name belongs to one class."""
-    monkeypatch.setattr("kvplug.store.policy._policies", {"lru": LRU})
+    monkeypatch.setattr("kvplug.store.policies.base._policies", {"lru": LRU})
     assert isinstance(make_policy("lru", 3), LRU)
 
     @register_policy("mru")

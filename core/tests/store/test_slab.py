@@ -187,5 +187,5 @@ def test_kernels_without_huge_pages_will_do(monkeypatch):
         MADV_HUGEPAGE=14,
         PAGESIZE=mmap.PAGESIZE,
     )
-    monkeypatch.setattr("kvplug.store.slab.mmap", module)
+    monkeypatch.setattr("kvplug.store.host_memory.mmap", module)
     Slab(1, 64).view(0)[:] = 1

@@ -112,7 +112,7 @@ def test_a_policy_is_told_of_everything():
     assert told(allocator.publish, refs)[1] == ["added"]
     assert told(allocator.prefix_length, _keys(0))[1] == []
     pins, log = told(allocator.pin_prefix, _keys(0))
-    assert log == ["hit", "pinned"]
+    assert log == ["pinned", "hit"]
     assert told(allocator.pin_prefix, _keys(0))[1] == ["hit"]
     assert told(allocator.unpin, pins)[1] == []
     assert told(allocator.unpin, pins)[1] == ["unpinned"]
