@@ -155,11 +155,27 @@ class Settings(BaseModel):
         return next((item for item in cls.model_fields[field].metadata if isinstance(item, AibrixVariable)), None)
 
     @classmethod
+    def owner_of(cls, name: str) -> str | None:
+        """Say what a setting belongs to that these settings could have, but don't, if anything.
+
+        Args:
+            name: A setting's name.
+
+        Returns:
+            A sentence, with what to do to have it.
+
+        """
+        del name
+        return None
+
+    @classmethod
     def _unknown_keys(cls, extra_config: Mapping[str, Any]) -> Iterator[str]:
         known = list(cls.model_fields)
         for key in extra_config:
             if key not in known:
-                yield _unknown(f"Setting {key!r} of kv_connector_extra_config", str(key), known)
+                what = f"Setting {key!r} of kv_connector_extra_config"
+                owner = cls.owner_of(str(key))
+                yield f"{what} {owner}" if owner else _unknown(what, str(key), known)
 
     @classmethod
     def _unknown_variables(cls, environ: Mapping[str, str]) -> Iterator[str]:
@@ -170,6 +186,8 @@ class Settings(BaseModel):
             if not environ[name] or not name.startswith(cls.env_prefix):
                 continue  # set to nothing counts as unset
             if name not in known and not _SERVICE_LINK.search(name):
+                if cls.owner_of(name.removeprefix(cls.env_prefix).lower()):
+                    continue  # one environment may serve engines with other tiers
                 yield _unknown(f"Environment variable {name}", name, sorted(known))
 
     @classmethod
@@ -244,12 +262,12 @@ def _lower(value: object) -> object:
 def _aibrix_policy(text: str) -> str:
     policies: Iterable[str] = get_args(EvictionPolicy)
     if text.lower() not in policies:
-        raise NoEquivalentError(f"{text} isn't available yet")
+        raise NoEquivalentError(f"{text} isn't available here")
     return text
 
 
 #: Eviction policies of the L1 tier.
-EvictionPolicy = Literal["lru"]
+EvictionPolicy = Literal["lru", "fifo", "s3fifo"]
 
 
 class L1Settings(Settings):
@@ -270,7 +288,8 @@ class L1Settings(Settings):
         AibrixVariable("AIBRIX_KV_CACHE_OL_L1_CACHE_EVICTION_POLICY", _aibrix_policy),
     ] = Field(
         default="lru",
-        description="Which block goes when there is no room: `lru` is the least recently used one.",
+        description="Which block goes when there is no room: the least recently used one (`lru`), the oldest one "
+        "(`fifo`), or the oldest one that wasn't used again (`s3fifo`).",
     )
     model_id: str | None = Field(
         default=None,

@@ -76,16 +76,22 @@ class Calls:
             return len(self._running) + len(self._overdue)
 
     def submit(self, operation: Op) -> None:
-        """Have a call made when its turn comes."""
+        """Have a call made when its turn comes.
+
+        Raises:
+            RuntimeError: There can't be another thread. The operation will not be released.
+
+        """
         with self._lock:
             closed = self._closed
             if not closed:
-                (self._urgent if operation.urgent else self._background).append(operation)
-                waiting = len(self._urgent) + len(self._background)
-                if waiting > self._idle and len(self._threads) < self._max_calls:
-                    self._start_thread()
-                self._work.notify()
+                # Threads first: where none can be started, there is no operation either.
                 self._watch_over()
+                if len(self._urgent) + len(self._background) >= self._idle and len(self._threads) < self._max_calls:
+                    self._start_thread()
+                (self._urgent if operation.urgent else self._background).append(operation)
+                self._work.notify()
+                self._watch.notify()
         if closed:
             self._drop([operation])
 
@@ -150,13 +156,19 @@ class Calls:
 
     def _start_thread(self) -> None:
         thread = threading.Thread(target=self._serve, name=f"{self._name}-{len(self._threads)}", daemon=True)
-        self._threads.append(thread)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:
+            if not self._threads:
+                raise
+        else:
+            self._threads.append(thread)
 
     def _watch_over(self) -> None:
         if self._watcher is None:
-            self._watcher = threading.Thread(target=self._watch_calls, name=f"{self._name}-watch", daemon=True)
-            self._watcher.start()
+            watcher = threading.Thread(target=self._watch_calls, name=f"{self._name}-watch", daemon=True)
+            watcher.start()
+            self._watcher = watcher
         self._watch.notify()
 
     def _next(self) -> Op | None:
