@@ -6,13 +6,14 @@ page boundary, in whole pages; the rest of a value, less than a page, goes throu
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import threading
 
 import numpy as np
 
-__all__ = ["PAGE", "is_aligned", "read_buffered", "read_direct", "write_buffered", "write_direct"]
+__all__ = ["PAGE", "is_aligned", "read_buffered", "read_cached", "read_direct", "write_buffered", "write_direct"]
 
 #: What direct reads and writes are aligned to, and multiples of. Disks may ask for less, hardly any for more.
 PAGE = 4096
@@ -26,11 +27,20 @@ def is_aligned(memory: memoryview) -> bool:
     return address % PAGE == 0
 
 
-def read_buffered(descriptor: int, buffer: memoryview, size: int) -> int:
-    """Read up to `size` bytes from a file's beginning, and return how many there were."""
-    done = 0
-    while done < size:
-        count = os.preadv(descriptor, [buffer[done:size]], done)
+def read_cached(descriptor: int, buffer: memoryview) -> int:
+    """Read what the page cache has of a file's beginning, without waiting for the disk; return how many bytes."""
+    try:
+        return os.preadv(descriptor, [buffer], 0, os.RWF_NOWAIT)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL):  # nothing, or the file system can't tell
+            return 0
+        raise
+
+
+def read_buffered(descriptor: int, buffer: memoryview, done: int = 0) -> int:
+    """Read a file into a buffer, which already has its first `done` bytes, and return how many it has then."""
+    while done < len(buffer):
+        count = os.preadv(descriptor, [buffer[done:]], done)
         if count == 0:
             break
         done += count
@@ -44,23 +54,19 @@ def write_buffered(descriptor: int, value: memoryview) -> None:
         done += os.pwrite(descriptor, value[done:], done)
 
 
-def read_direct(descriptor: int, buffer: memoryview, size: int) -> int:
-    """Read up to `size` bytes from the beginning of a file opened with O_DIRECT into aligned memory.
-
-    Returns:
-        How many there were.
-
-    """
+def read_direct(descriptor: int, buffer: memoryview) -> int:
+    """Read a file that was opened with O_DIRECT into aligned memory, and return how many bytes there were."""
     page = _page()
-    whole = size - size % PAGE
+    end = len(buffer) % PAGE
+    whole = len(buffer) - end
     done = 0
     while done < whole:
         count = os.preadv(descriptor, [buffer[done:whole]], done)
         done += count
         if count == 0 or done % PAGE:
             return done  # the file ends here
-    if size % PAGE:
-        count = min(os.preadv(descriptor, [page], done), size - done)
+    if end:
+        count = min(os.preadv(descriptor, [page], done), end)
         buffer[done : done + count] = page[:count]
         done += count
     return done
@@ -75,7 +81,7 @@ def write_direct(descriptor: int, value: memoryview) -> None:
         count = os.pwrite(descriptor, value[done:whole], done)
         done += count - count % PAGE
         if count < PAGE:  # can't go on in the middle of a page: let the disk say why
-            raise OSError(5, "a direct write ended within a page")
+            raise OSError(errno.EIO, "a direct write ended within a page")
     if whole < len(value):
         page[: len(value) - whole] = value[whole:]
         os.pwrite(descriptor, page, whole)

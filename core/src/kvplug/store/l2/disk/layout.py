@@ -7,6 +7,9 @@
         <key in hexadecimal>
 """
 
+# Paths are plain strings, and listings tuples: looks into a directory of a million files shouldn't cost objects.
+# ruff: noqa: PTH103, PTH116, PTH118, PTH208
+
 from __future__ import annotations
 
 import os
@@ -15,7 +18,7 @@ import stat
 import zlib
 from dataclasses import dataclass
 
-__all__ = ["MAX_SHARDS", "Layout", "Value", "charge", "overhead", "reserved", "shards_for"]
+__all__ = ["MAX_SHARDS", "Layout", "Value", "charge", "charge_of", "overhead", "reserved", "shards_for"]
 
 _FORMAT = "kvplug-disk-1"
 _VALUES = re.compile(r"values-(\d{1,5})")
@@ -39,8 +42,20 @@ def charge(size: int, blocks: int = 0) -> int:
     return max(-(-size // _PAGE) * _PAGE, blocks * 512) + _ENTRY_BYTES
 
 
+def charge_of(path: str) -> int | None:
+    """Return the bytes that a value's file takes, or None if there is none."""
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    return charge(status.st_size, status.st_blocks) if stat.S_ISREG(status.st_mode) else None
+
+
 def reserved(size: int) -> int:
-    """Return the bytes to set aside for a file of `size` bytes: one page more, for its extents where the disk is in pieces."""
+    """Return the bytes to set aside for a file of `size` bytes.
+
+    It may take a page more than it has, for the list of its extents where the disk is in pieces.
+    """
     return charge(size) + _PAGE
 
 

@@ -5,12 +5,15 @@ one, what is being written. An area may be *unknown*, until someone has counted 
 
 A process may be killed between any two instructions. So numbers go up before a file is made, and down after one was
 removed: what is in the ledger may be too much, which the next count of the area corrects, but never too little. That
-doesn't hold over a reboot, which may bring back an old ledger; so it carries the boot's id, and another one's counts are
-unknown.
+doesn't hold over a reboot, which may bring back an old ledger; so it carries the boot's id, and counts of another boot
+are unknown.
 
 Plain reads and writes, no shared mapping: touching a mapping of a file that was truncated, or for which the disk has no
 room, kills the process.
 """
+
+# Paths are plain strings: `stat` is called for each value.
+# ruff: noqa: PTH102, PTH103, PTH112, PTH116, PTH120
 
 from __future__ import annotations
 
@@ -35,8 +38,8 @@ __all__ = ["Counts", "Ledger", "ledger_bytes"]
 _HEADER = struct.Struct("<8sI52s")
 _MAGIC = b"KVPLEDG1"
 _UNKNOWN = -1
-_AREA = np.dtype("<i8")
-_AREA_BYTES = 2 * _AREA.itemsize
+_NUMBER = np.dtype("<i8")
+_ROW = struct.Struct("<qq")
 
 # Waits for the lock: it is held for microseconds mostly, for milliseconds where a shard is read.
 _FIRST_WAIT = 50e-6
@@ -45,7 +48,7 @@ _LONGEST_WAIT = 2e-3
 
 def ledger_bytes(shards: int) -> int:
     """Return the bytes of the ledger of a directory with so many shards."""
-    return _HEADER.size + (shards + 1) * _AREA_BYTES
+    return _HEADER.size + (shards + 1) * _ROW.size
 
 
 def _shards_in(data: bytes) -> int | None:
@@ -69,6 +72,8 @@ class Counts:
 
     Attributes:
         shards: Number of shards; also the number of the area of what is being written.
+        used: Bytes over all areas. Unknown ones count as nothing.
+        unknown: Areas that nobody has counted yet.
 
     """
 
@@ -76,11 +81,9 @@ class Counts:
         self.shards = shards
         self._descriptor = descriptor
         self._table = table
-
-    @property
-    def used(self) -> int:
-        """Bytes over all areas. Unknown ones count as nothing."""
-        return int(np.maximum(self._table[:, 0], 0).sum())
+        nbytes = table[:, 0]
+        self.unknown: set[int] = set((nbytes == _UNKNOWN).nonzero()[0].tolist())
+        self.used = int(nbytes.sum()) - _UNKNOWN * len(self.unknown)
 
     @property
     def entries(self) -> int:
@@ -88,30 +91,26 @@ class Counts:
         return int(np.maximum(self._table[: self.shards, 1], 0).sum())
 
     @property
-    def unknown(self) -> list[int]:
-        """Areas that nobody has counted yet."""
-        areas: list[int] = np.flatnonzero(self._table[:, 0] == _UNKNOWN).tolist()
-        return areas
-
-    @property
     def occupied(self) -> NDArray[np.intp]:
         """Shards that hold values."""
         return np.flatnonzero(self._table[: self.shards, 1] > 0)
 
     def bytes_in(self, area: int) -> int:
-        """Return the bytes of an area; negative if it is unknown."""
+        """Return the bytes of an area that is known."""
         return int(self._table[area, 0])
 
     def set(self, area: int, nbytes: int, entries: int) -> None:
         """Write down what was counted."""
+        os.pwrite(self._descriptor, _ROW.pack(nbytes, entries), _HEADER.size + area * _ROW.size)
+        self.used += nbytes - (0 if area in self.unknown else self.bytes_in(area))
+        self.unknown.discard(area)
         self._table[area] = nbytes, entries
-        os.pwrite(self._descriptor, self._table[area].tobytes(), _HEADER.size + area * _AREA_BYTES)
 
     def add(self, area: int, nbytes: int, entries: int) -> None:
         """Write down a change. An unknown area stays unknown: who counts it will see."""
-        if self._table[area, 0] != _UNKNOWN:
-            known = self._table[area]
-            self.set(area, max(0, int(known[0]) + nbytes), max(0, int(known[1]) + entries))
+        if area not in self.unknown:
+            known, number = self._table[area].tolist()
+            self.set(area, max(0, known + nbytes), max(0, number + entries))
 
 
 class Ledger:
@@ -119,9 +118,9 @@ class Ledger:
 
     Args:
         path: The file.
-        prepare: Called, with the ledger locked, whenever its file has been opened: makes the directories, and returns
-            the number of shards, which is the one that it is given, if any, unless the directory says otherwise. After a
-            deletion from outside that is again.
+        prepare: Makes the directories, and returns the number of shards. It is given the number that is in the ledger, if
+            there is one. Called, with the ledger locked, whenever its file has been opened: again after a deletion from
+            outside.
 
     """
 
@@ -243,9 +242,9 @@ class Ledger:
         header = _HEADER.pack(_MAGIC, self._shards, self._boot)
         if len(data) != ledger_bytes(self._shards) or not data.startswith(header):
             # New, of another boot, or damaged: nothing is known.
-            data = header + np.full((self._shards + 1, 2), _UNKNOWN, _AREA).tobytes()
+            data = header + np.full((self._shards + 1, 2), _UNKNOWN, _NUMBER).tobytes()
             os.ftruncate(descriptor, 0)
             if os.pwrite(descriptor, data, 0) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._path)
-        table = np.frombuffer(data, _AREA, offset=_HEADER.size).reshape(-1, 2).copy()
+        table = np.frombuffer(data, _NUMBER, offset=_HEADER.size).reshape(-1, 2).copy()
         return Counts(descriptor, self._shards, table)

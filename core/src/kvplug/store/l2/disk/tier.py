@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
-import stat
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -13,22 +11,16 @@ from typing import ClassVar
 
 from kvplug.log import RateLimited, get_logger
 from kvplug.settings import Settings
-from kvplug.store.l2.disk import files
+from kvplug.store.l2.disk.reading import Reader, mark, size_of
 from kvplug.store.l2.disk.settings import DiskSettings
-from kvplug.store.l2.disk.space import NO_ROOM, Space, Temporary
+from kvplug.store.l2.disk.space import Space
+from kvplug.store.l2.disk.writing import Writer
 from kvplug.store.l2.tier import Tier, TierError, TierTimeoutError, Usage
 
 __all__ = ["DiskTier"]
 
 logger = get_logger(__name__)
 _limited = RateLimited(logger)
-
-#: A value that was used is marked so if its last mark is older, in nanoseconds: a mark writes to the disk.
-_MARK_NS = 1_000_000_000
-
-#: What isn't a regular file (somebody else's link, directory, pipe) is not followed, not waited for, and a miss.
-_OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-_MISSES = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ESTALE)
 
 _REMEDIES = {
     errno.EACCES: "make it writable for this process, or set disk_path to another directory",
@@ -67,18 +59,14 @@ class DiskTier(Tier):
         return self._root
 
     def open(self, *, max_value_bytes: int, timeout: float) -> None:
-        """Make the directory if it isn't there, count what is in it if the machine was restarted, and see to the cap."""
+        """Make the directory if it isn't there, count what is in it if nobody has yet, and see to the cap."""
         deadline = time.monotonic() + timeout
         self.close()
         space = Space(self._root, self._capacity, max_value_bytes)
         try:
             with self._errors("be opened"):
                 counted = space.count(deadline)
-                if not space.holds(max_value_bytes):
-                    raise TierError(
-                        f"disk_size is {self._capacity} bytes, in which no block of {max_value_bytes} bytes fits: set a "
-                        "larger one."
-                    )
+                self._check_size(space, max_value_bytes)
                 if counted:
                     space.shrink(deadline)
                     self._compare_with_disk(space, deadline)
@@ -88,6 +76,12 @@ class DiskTier(Tier):
             space.ledger.close()
             raise
         self._space = space
+
+    def _check_size(self, space: Space, value_bytes: int) -> None:
+        if not space.holds(value_bytes):
+            raise TierError(
+                f"disk_size is {self._capacity} bytes, in which no block of {value_bytes} bytes fits: set a larger one."
+            )
 
     def _try_direct(self, path: str) -> None:
         try:
@@ -107,8 +101,8 @@ class DiskTier(Tier):
         there = disk.f_bavail * disk.f_frsize + used
         if there < self._capacity:
             logger.warning(
-                "disk_size is %d bytes, but %s has only %d left: when they are used, blocks make room for others, and some "
-                "can't be stored. Set a smaller disk_size, or make room.",
+                "disk_size is %d bytes, but the file system of %s has room for %d only; when it is full, some blocks can't "
+                "be stored. Set a smaller disk_size, or make room.",
                 self._capacity,
                 self._root,
                 there,
@@ -116,11 +110,11 @@ class DiskTier(Tier):
 
     def exists(self, keys: Sequence[bytes], timeout: float) -> list[bool]:
         """Say which keys are there, up to the first that is missing: each costs a look into the file system."""
-        space, deadline = self._opened(), time.monotonic() + timeout
+        layout, deadline = self._opened().layout, time.monotonic() + timeout
         found = [False] * len(keys)
         with self._errors("be read"):
             for index, key in enumerate(keys):
-                if _size(space.layout.value(key)) is None:
+                if size_of(layout.value(key)) is None:
                     break
                 found[index] = True
                 self._check(deadline)
@@ -128,94 +122,49 @@ class DiskTier(Tier):
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview], timeout: float) -> list[int | None]:
         """Read values straight into the buffers."""
-        deadline = time.monotonic() + timeout
+        space, deadline = self._opened(), time.monotonic() + timeout
+        paths = [space.layout.value(key) for key in keys]
         lengths: list[int | None] = []
-        for key, buffer in zip(keys, buffers, strict=True):
-            if lengths:
-                self._check(deadline)
-            lengths.append(self._read(key, buffer, deadline))
+        with self._errors("be read"), Reader(paths, buffers, direct=self._direct) as reader:
+            for index in range(len(paths)):
+                if lengths:
+                    self._check(deadline)
+                try:
+                    lengths.append(reader.read(index))
+                except OSError as error:
+                    if error.errno == errno.EIO:
+                        # It may never be readable again, and would stand in the way of a good one.
+                        with suppress(OSError, TierError):
+                            space.remove([keys[index]], deadline)
+                    raise
         return lengths
-
-    def _read(self, key: bytes, buffer: memoryview, deadline: float) -> int | None:
-        path = self._opened().layout.value(key)
-        direct = self._direct and files.is_aligned(buffer)
-        with self._errors("be read"):
-            try:
-                descriptor = os.open(path, _OPEN | os.O_DIRECT if direct else _OPEN)
-            except OSError as error:
-                if error.errno in _MISSES:
-                    return None
-                raise
-            try:
-                status = os.fstat(descriptor)
-                if not stat.S_ISREG(status.st_mode) or status.st_size > len(buffer):
-                    return None
-                read = files.read_direct if direct else files.read_buffered
-                length = read(descriptor, buffer, status.st_size)
-                _mark(descriptor, status.st_mtime_ns)
-            except OSError as error:
-                if error.errno == errno.EIO:
-                    # It may never be readable again, and would stand in the way of a good one.
-                    with suppress(OSError, TierError):
-                        self._opened().remove([key], deadline)
-                raise
-            finally:
-                os.close(descriptor)
-            return length
 
     def put(self, keys: Sequence[bytes], values: Sequence[memoryview], timeout: float) -> list[bool]:
         """Write values that aren't there. What was used longest ago makes room for them."""
-        deadline = time.monotonic() + timeout
+        space, deadline = self._opened(), time.monotonic() + timeout
+        kept = [False] * len(keys)
         with self._errors("be written to"):
-            kept = []
-            for key, value in zip(keys, values, strict=True):
-                self._check(deadline)
-                kept.append(self._write(key, value, deadline))
+            new = []
+            for index, (key, value) in enumerate(zip(keys, values, strict=True)):
+                kept[index] = self._touch(space.layout.value(key), len(value))
+                if not kept[index]:
+                    new.append(index)
+            writer = Writer(space, direct=self._direct, check=self._check)
+            written, full = writer.write([(keys[index], values[index]) for index in new], deadline)
+        for index, there in zip(new, written, strict=True):
+            kept[index] = there
+        if full:
+            _limited.warning(
+                self._root, "The file system of %s is full. Make room, or set a smaller disk_size.", self._root
+            )
         return kept
 
-    def _write(self, key: bytes, value: memoryview, deadline: float) -> bool:
-        space = self._opened()
-        path = space.layout.value(key)
-        # Equal keys have equal contents. A file of another length was damaged.
-        if _size(path) == len(value):
-            with suppress(OSError):  # gone just now, or not ours
-                os.utime(path, follow_symlinks=False)
-            return True
-        try:
-            return self._write_new(space, key, value, deadline)
-        except OSError as error:
-            if error.errno not in NO_ROOM:
-                raise
-        # The file system is full before the cap is reached. What is there already may make room as well.
-        with suppress(OSError):
-            if space.free(len(value), deadline) and self._write_new(space, key, value, deadline):
-                return True
-        _limited.warning(self._root, "The file system of %s is full: some blocks aren't stored. Make room.", self._root)
-        return False
-
-    def _write_new(self, space: Space, key: bytes, value: memoryview, deadline: float) -> bool:
-        temporary = space.reserve(len(value), deadline)
-        if temporary is None:
+    def _touch(self, path: str, size: int) -> bool:
+        """Say whether a value is there, and mark it as used. Equal keys have equal contents, unless a file was cut."""
+        if size_of(path) != size:
             return False
-        published = False
-        try:
-            self._fill(temporary, value)
-            self._check(deadline)
-            published = space.publish(temporary, key, deadline)
-        finally:
-            if not published:
-                space.abandon(temporary)
-            # Only now: the lock that says that the writer is alive ends with it.
-            os.close(temporary.descriptor)
-        return published
-
-    def _fill(self, temporary: Temporary, value: memoryview) -> None:
-        if not (self._direct and files.is_aligned(value)):
-            files.write_buffered(temporary.descriptor, value)
-            return
-        flags = fcntl.fcntl(temporary.descriptor, fcntl.F_GETFL)
-        fcntl.fcntl(temporary.descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
-        files.write_direct(temporary.descriptor, value)
+        mark(path)
+        return True
 
     def delete(self, keys: Sequence[bytes], timeout: float) -> None:
         """Remove values."""
@@ -257,22 +206,3 @@ class DiskTier(Tier):
         except OSError as error:
             remedy = _REMEDIES.get(error.errno or 0, "check the disk and its file system")
             raise TierError(f"{self._root} can't {what} ({error.strerror or error}): {remedy}.") from error
-
-
-def _size(path: str) -> int | None:
-    """Return the length of a value's file, or None if there is none."""
-    try:
-        status = os.lstat(path)
-    except OSError as error:
-        if error.errno in _MISSES:
-            return None
-        raise
-    return status.st_size if stat.S_ISREG(status.st_mode) else None
-
-
-def _mark(descriptor: int, marked_ns: int) -> None:
-    """Mark a file as used now."""
-    now = time.time_ns()
-    if not 0 <= now - marked_ns < _MARK_NS:
-        with suppress(OSError):  # another user's, or read-only: it can be read all the same
-            os.utime(descriptor, ns=(now, now))
