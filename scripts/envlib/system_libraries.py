@@ -1,9 +1,9 @@
 """``build/libraries``: libraries of the system that wheels need and this machine lacks, without installing them.
 
-Mooncake's wheel is linked with the library of InfiniBand devices, also for those who use TCP. Where the system has none,
-Debian's or Ubuntu's packages are downloaded and unpacked here, which needs no root. Who wants to use them puts the folder
-into ``LD_LIBRARY_PATH``, or loads them first (`support.mooncake` does both). On other systems nothing is done but to
-say what is missing.
+Mooncake's wheel is linked with the library of InfiniBand devices, also for those who use TCP. Where the system has
+none, Debian's or Ubuntu's packages are downloaded and unpacked here, which needs no root. Who wants to use them puts
+the folder into ``LD_LIBRARY_PATH``, or loads them first (`support.mooncake` does both). On other systems nothing is
+done but to say what is missing.
 """
 
 from __future__ import annotations

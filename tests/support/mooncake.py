@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import importlib.util
 import os
 import signal
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from envlib.system_libraries import FOLDER, LIBRARIES, is_there
+
 from support.env_script import ROOT
 
 if TYPE_CHECKING:
@@ -38,7 +40,8 @@ _PRELOADED = ("libnl-3.so.200", "libnl-route-3.so.200", "libibverbs.so.1", "libn
 
 def missing() -> str | None:
     """Return what is missing here to run Mooncake, or None."""
-    if importlib.util.find_spec("mooncake") is None:
+    spec = importlib.util.find_spec("mooncake")
+    if spec is None or spec.origin is None:  # a folder of that name is no package
         return "Mooncake isn't installed: pip install mooncake-transfer-engine-non-cuda"
     lacking = [name for name in LIBRARIES if not is_there(name, ROOT / FOLDER)]
     return f"{', '.join(lacking)} missing: make env unpacks it on Debian and Ubuntu" if lacking else None
@@ -64,6 +67,13 @@ def free_port() -> int:
         probe.bind((_HOST, 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def _listens(port: int) -> bool:
+    with contextlib.suppress(OSError):
+        socket.create_connection((_HOST, port), 5).close()
+        return True
+    return False
 
 
 class Process:
@@ -138,7 +148,7 @@ class MooncakeStore:
         arguments += ["--metrics_host", _HOST, "--metrics_port", str(self._metrics_port), *self._options]
         #: The master.
         self.master = Process("mooncake_master", arguments, self._folder / "master.log")
-        self._wait(lambda: self.metric("master_key_count") == 0, "the master didn't start")
+        self._wait(lambda: _listens(self._port) and self.metric("master_key_count") == 0, "the master didn't start")
 
     def add_node(self, nbytes: int) -> Process:
         """Start a storage node that lends so many bytes, and wait until the master knows it."""
@@ -159,7 +169,9 @@ class MooncakeStore:
 
     def wait_for_capacity(self, nbytes: int) -> None:
         """Wait until the master has that many bytes of storage."""
-        self._wait(lambda: self.metric("master_total_capacity_bytes") == nbytes, f"there are no {nbytes} bytes of storage")
+        self._wait(
+            lambda: self.metric("master_total_capacity_bytes") == nbytes, f"there are no {nbytes} bytes of storage"
+        )
 
     def metric(self, name: str) -> float | None:
         """Return one of the master's metrics; None if it doesn't answer."""
@@ -172,9 +184,7 @@ class MooncakeStore:
     def clear(self) -> None:
         """Remove all keys, leased ones too. Needs `preload`."""
         if self._client is None:
-            from mooncake.store import MooncakeDistributedStore
-
-            client = MooncakeDistributedStore()
+            client = importlib.import_module("mooncake.store").MooncakeDistributedStore()
             assert client.setup(_HOST, "P2PHANDSHAKE", 0, 0, "tcp", "", self.address) == 0
             self._client = client
         removed = self._client.remove_all(force=True)

@@ -46,7 +46,9 @@ def reach(address: str, what: str, timeout: float) -> None:
         raise TierTimeoutError(f"{what} at {address} can't be reached within {timeout:g} s: is it running?") from error
     except OSError as error:
         reason = error.strerror or str(error)
-        raise TierError(f"{what} at {address} can't be reached ({reason}): start it, or correct the address.") from error
+        raise TierError(
+            f"{what} at {address} can't be reached ({reason}): start it, or correct the address."
+        ) from error
 
 
 def own_address(peer: str) -> str:

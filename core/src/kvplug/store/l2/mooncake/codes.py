@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "EXISTS",
-    "GONE",
-    "LEASED",
-    "MISSING",
-    "NOT_READY",
-    "NO_SPACE",
-    "TIMED_OUT",
-    "is_unanswered",
-    "name_of",
-]
+__all__ = ["GONE", "IN_USE", "KEPT", "MISSING", "NO_SPACE", "REFUSED", "TIMED_OUT", "is_unanswered", "name_of"]
 
 #: No node has room, and nothing may be evicted.
 NO_SPACE = -200
 #: From a read: the value doesn't fit its buffer.
 TOO_LONG = -600
+#: From a write: another client is writing the same key.
+OTHER_WRITER = -601
 #: Another client is still writing it.
 NOT_READY = -703
 MISSING = -704
@@ -32,11 +24,18 @@ UNREACHABLE = -900
 #: The master doesn't answer.
 TIMED_OUT = -901
 
-#: Read: it isn't there, or not usable. Nothing is wrong.
+#: From a read: the value isn't there, or not yet, or doesn't fit. Nothing is wrong.
 GONE = frozenset({TOO_LONG, NOT_READY, MISSING})
+#: From a write: there is a value with this key.
+KEPT = frozenset({0, EXISTS})
+#: From a write: there is no room, or somebody else is at the key. Nothing is wrong.
+REFUSED = frozenset({NO_SPACE, OTHER_WRITER, NOT_READY, LEASED})
+#: From a removal: others are at the key, so it stays for a while.
+IN_USE = frozenset({NOT_READY, LEASED})
 
 _NAMES = {
     -1: "internal error",
+    OTHER_WRITER: "another client writes the key",
     NO_SPACE: "no space",
     TOO_LONG: "invalid parameters",
     NOT_READY: "not ready",

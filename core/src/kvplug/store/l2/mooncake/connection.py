@@ -148,8 +148,8 @@ class Connection:
         code = store.register_buffer(start, nbytes)
         if code != 0:
             raise TierError(
-                f"Mooncake can't register {nbytes} bytes of host memory, {name_of(code)}: raise the limit of locked memory "
-                "(ulimit -l)."
+                f"Mooncake can't register {nbytes} bytes of host memory, {name_of(code)}: raise the limit of locked "
+                "memory (ulimit -l)."
             )
 
 

@@ -45,5 +45,5 @@ class MooncakeSettings(Settings):
     mooncake_metrics: Annotated[str, AfterValidator(_address)] | None = Field(
         default=None,
         examples=["10.0.0.5:9003"],
-        description="Host and HTTP port of the master's metrics. With it, kvplug's own metrics say how full the store is.",
+        description="Host and HTTP port of the master's metrics. With it, kvplug's metrics say how full the store is.",
     )

@@ -11,12 +11,12 @@ from kvplug.errors import ConfigError
 from kvplug.log import RateLimited, get_logger
 from kvplug.store.l2.mooncake.addresses import own_address, reach
 from kvplug.store.l2.mooncake.codes import (
-    EXISTS,
     GONE,
-    LEASED,
+    IN_USE,
+    KEPT,
     MISSING,
     NO_SPACE,
-    NOT_READY,
+    REFUSED,
     TIMED_OUT,
     is_unanswered,
     name_of,
@@ -46,8 +46,8 @@ class MooncakeTier(Tier):
     master's (`--default_kv_lease_ttl`). A leased key isn't removed. `delete` remembers those: this tier doesn't find
     them any more, and replaces the value when the key is put again.
 
-    Calls end after about the time-out that `open` was given, by Mooncake's own limits (see `library.bound_calls`), not by
-    the one that they are given.
+    Calls end after about the time-out that `open` was given, by Mooncake's own limits (see `library.bound_calls`), not
+    by the one that they are given.
 
     Attributes:
         under_replicated: Values put since the tier was made that got fewer copies than `mooncake_replicas`.
@@ -141,17 +141,24 @@ class MooncakeTier(Tier):
 
         """
         lengths: list[int | None] = [None] * len(keys)
-        asked = [place for place in self._not_deleted(keys) if buffers[place].nbytes]
-        if asked:
-            views = [buffers[place] for place in asked]
-            connection = self._ready(timeout)
-            with connection.call(views) as store:
-                codes = store.batch_get_into(
-                    [_name(keys[place]) for place in asked], addresses_of(views), [view.nbytes for view in views]
-                )
-            self._check(codes, bad=[code for code in codes if code < 0 and code not in GONE])
-            for place, code in zip(asked, codes, strict=True):
-                lengths[place] = code if code >= 0 else None
+        asked = self._largest([place for place in self._not_deleted(keys) if buffers[place].nbytes], keys, buffers)
+        if not asked:
+            return lengths
+        views = [buffers[place] for place in asked.values()]
+        connection = self._ready(timeout)
+        with connection.call(views) as store:
+            codes = store.batch_get_into(
+                [_name(key) for key in asked], addresses_of(views), [view.nbytes for view in views]
+            )
+        self._check(codes, bad=[code for code in codes if code < 0 and code not in GONE])
+        for place, code in zip(asked.values(), codes, strict=True):
+            lengths[place] = code if code >= 0 else None
+        for place, key in enumerate(keys):
+            first = asked.get(key, place)
+            length = lengths[first]
+            if first != place and length is not None and length <= buffers[place].nbytes:
+                buffers[place][:length] = buffers[first][:length]
+                lengths[place] = length
         return lengths
 
     def put(self, keys: Sequence[bytes], values: Sequence[memoryview], timeout: float) -> list[bool]:
@@ -161,34 +168,32 @@ class MooncakeTier(Tier):
             TierError: The master doesn't answer, or no value could be written though there was room.
 
         """
-        kept = [False] * len(keys)
-        asked = [place for place in range(len(keys)) if values[place].nbytes]  # Mooncake refuses empty values
+        # Mooncake refuses empty values.
+        asked = self._largest([place for place in range(len(keys)) if values[place].nbytes], keys, values)
         if not asked:
-            return kept
+            return [False] * len(keys)
         connection = self._ready(timeout)
         with self._lock:
-            replaced = [place for place in asked if keys[place] in self._deleted]
-        new = [place for place in asked if place not in set(replaced)]
-        codes: dict[int, int] = {}
-        with connection.call([values[place] for place in asked]) as store:
-            for places, write in ((new, store.batch_put_from), (replaced, store.batch_upsert_from)):
-                if places:
-                    views = [values[place] for place in places]
-                    names = [_name(keys[place]) for place in places]
+            replaced = [key for key in asked if key in self._deleted]
+        new = [key for key in asked if key not in set(replaced)]
+        codes: dict[bytes, int] = {}
+        with connection.call([values[place] for place in asked.values()]) as store:
+            for some, write in ((new, store.batch_put_from), (replaced, store.batch_upsert_from)):
+                if some:
+                    views = [values[asked[key]] for key in some]
+                    names = [_name(key) for key in some]
                     done = write(names, addresses_of(views), [view.nbytes for view in views], self._replication)
-                    codes.update(zip(places, done, strict=True))
-            fine = [place for place, code in codes.items() if code in (0, EXISTS)]
-            if fine and self._settings.mooncake_replicas > 1:
-                self._count_copies(store, [_name(keys[place]) for place in fine])
-        harmless = (0, EXISTS, NO_SPACE, NOT_READY)
-        self._check(list(codes.values()), bad=[code for code in codes.values() if code not in harmless])
+                    codes.update(zip(some, done, strict=True))
+            kept = [key for key, code in codes.items() if code in KEPT]
+            if kept and self._settings.mooncake_replicas > 1:
+                self._count_copies(store, [_name(key) for key in kept])
+        self._check(list(codes.values()), bad=[code for code in codes.values() if code not in KEPT | REFUSED])
         with self._lock:
-            for place in fine:
-                kept[place] = True
-                self._deleted.pop(keys[place], None)
-        if len(fine) < len(asked) and NO_SPACE in codes.values():
+            for key in kept:
+                self._deleted.pop(key, None)
+        if NO_SPACE in codes.values():
             self._warnings.warning("full", "Mooncake's store at %s has no room, values are dropped.", self._master)
-        return kept
+        return [bool(value.nbytes) and codes[key] in KEPT for key, value in zip(keys, values, strict=True)]
 
     def delete(self, keys: Sequence[bytes], timeout: float) -> None:
         """Remove keys. Those that are leased are only hidden from this tier, and go when the store evicts them."""
@@ -196,10 +201,10 @@ class MooncakeTier(Tier):
             return
         with self._ready(timeout).call() as store:
             codes = store.batch_remove([_name(key) for key in keys])
-        self._check(codes, bad=[code for code in codes if code not in (0, MISSING, LEASED, NOT_READY)])
+        self._check(codes, bad=[code for code in codes if code not in {0, MISSING} | IN_USE])
         with self._lock:
             for key, code in zip(keys, codes, strict=True):
-                if code in (LEASED, NOT_READY):
+                if code in IN_USE:
                     self._deleted[key] = None
                     self._deleted.move_to_end(key)
             while len(self._deleted) > _MAX_DELETED:
@@ -212,7 +217,7 @@ class MooncakeTier(Tier):
         return Usage() if metrics is None else read_usage(metrics, timeout)
 
     def close(self) -> None:
-        """Leave the store. Calls under way are waited for as long as they should take at most, then left to end alone."""
+        """Leave the store. Calls under way are waited for as long as they should take, then left to end alone."""
         with self._lock:
             connection, self._connection = self._connection, None
         if connection is not None:
@@ -225,7 +230,7 @@ class MooncakeTier(Tier):
         return connection
 
     def _ready(self, timeout: float) -> Connection:
-        """Return the connection, after a look at a master that didn't answer: without it, Mooncake's call takes seconds."""
+        """Return the connection. Where the master didn't answer, look first: Mooncake's own attempts take seconds."""
         connection = self._open_connection()
         if self._doubtful:
             reach(self._master, "Mooncake's master", timeout)
@@ -235,6 +240,15 @@ class MooncakeTier(Tier):
         """Return the places of keys that may be there."""
         with self._lock:
             return [place for place, key in enumerate(keys) if key not in self._deleted]
+
+    @staticmethod
+    def _largest(places: Sequence[int], keys: Sequence[bytes], memory: Sequence[memoryview]) -> dict[bytes, int]:
+        """Return for each key its place with most memory: asked twice in a call, Mooncake fills one of two buffers."""
+        chosen: dict[bytes, int] = {}
+        for place in places:
+            if memory[place].nbytes > memory[chosen.setdefault(keys[place], place)].nbytes:
+                chosen[keys[place]] = place
+        return chosen
 
     def _check(self, codes: Sequence[int], bad: Sequence[int]) -> None:
         """Raise if the master didn't answer, or if there are bad codes and no good ones."""
@@ -260,7 +274,7 @@ class MooncakeTier(Tier):
                 self.under_replicated += fewer
             self._warnings.warning(
                 "copies",
-                "Mooncake's store at %s keeps fewer than %d copies of %d values: it needs that many storage nodes with room.",
+                "Mooncake's store at %s keeps fewer than %d copies of %d values: it needs as many nodes with room.",
                 self._master,
                 wanted,
                 fewer,

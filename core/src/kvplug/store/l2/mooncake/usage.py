@@ -34,7 +34,9 @@ def read_usage(address: str, timeout: float) -> Usage:
     except TimeoutError as error:
         raise TierTimeoutError(f"Mooncake's metrics at {address} didn't come within {timeout:g} s.") from error
     except (OSError, http.client.HTTPException) as error:
-        raise TierError(f"Mooncake's metrics at {address} can't be read ({error}): correct mooncake_metrics.") from error
+        raise TierError(
+            f"Mooncake's metrics at {address} can't be read ({error}): correct mooncake_metrics."
+        ) from error
     finally:
         connection.close()
     figures = {}

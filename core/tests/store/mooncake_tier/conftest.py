@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from support import mooncake
 
 MIB = 1 << 20
@@ -31,7 +32,7 @@ def store(session_store):
 
 
 @pytest.fixture
-def new_tier(store):
+def make_tier(store):
     """Make tiers of `store`, or of another; they are closed at the end."""
     from kvplug.store.l2.mooncake import MooncakeTier
 

@@ -7,10 +7,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from support import mooncake
 
 from kvplug.store.l2.mooncake import tier as tier_module
 from kvplug.store.l2.tier import TierError, TierTimeoutError
+from support import mooncake
 
 pytestmark = pytest.mark.server
 
@@ -21,7 +21,7 @@ TIMEOUT = 1.0
 @pytest.fixture
 def broken_store(client_library):
     """Return a store of the test's own, with two nodes."""
-    with mooncake.mooncake_store(64 * MIB, 64 * MIB, client_ttl=2, lease_ms=5000) as store:
+    with mooncake.mooncake_store(64 * MIB, 64 * MIB, client_ttl=30, lease_ms=5000) as store:
         yield store
 
 
@@ -44,7 +44,7 @@ def values_of(count):
     return {b"%d" % number: bytes([number]) * 100_000 for number in range(count)}
 
 
-def test_i16_a_master_that_is_down_is_named_with_host_and_port(new_tier, store):
+def test_i16_a_master_that_is_down_is_named_with_host_and_port(make_tier, store):
     """Opening fails at once where nobody listens, with one sentence that says where."""
     from kvplug.store.l2.mooncake import MooncakeTier
 
@@ -76,9 +76,9 @@ def test_i16_a_server_that_says_nothing_fails_the_start(client_library):
             tier.open(max_value_bytes=MIB, timeout=TIMEOUT)
 
 
-def test_i7_a_master_that_was_restarted_is_used_again(new_tier, broken_store, monkeypatch):
+def test_i7_a_master_that_was_restarted_is_used_again(make_tier, broken_store, monkeypatch):
     """While the master is gone each call is an error; when it is back, with nothing in it, the same tier works."""
-    tier = opened(new_tier(broken_store))
+    tier = opened(make_tier(broken_store))
     values = values_of(8)
     assert put(tier, values) == [True] * 8
     capacity = int(broken_store.metric("master_total_capacity_bytes"))
@@ -105,9 +105,9 @@ def test_i7_a_master_that_was_restarted_is_used_again(new_tier, broken_store, mo
     assert get(tier, list(values)) == list(values.values())
 
 
-def test_i8_a_master_that_hangs_is_a_timeout(new_tier, broken_store):
+def test_i8_a_master_that_hangs_is_a_timeout(make_tier, broken_store):
     """A stopped master is a TierTimeoutError for each operation, and all is well when it goes on."""
-    tier = opened(new_tier(broken_store))
+    tier = opened(make_tier(broken_store))
     values = values_of(4)
     put(tier, values)
     broken_store.master.pause()
@@ -124,9 +124,9 @@ def test_i8_a_master_that_hangs_is_a_timeout(new_tier, broken_store):
     assert get(tier, list(values)) == list(values.values())
 
 
-def test_i8_values_of_a_node_that_hangs_are_misses(new_tier, broken_store, caplog):
+def test_i8_values_of_a_node_that_hangs_are_misses(make_tier, broken_store, caplog):
     """Of a batch that two nodes have, one of them stopped, the other's values come, and the rest are misses."""
-    tier = opened(new_tier(broken_store))
+    tier = opened(make_tier(broken_store))
     values = values_of(24)
     put(tier, values)
     assert get(tier, list(values)) == list(values.values())
@@ -140,9 +140,9 @@ def test_i8_values_of_a_node_that_hangs_are_misses(new_tier, broken_store, caplo
     assert [r.getMessage() for r in caplog.records if "they count as misses" in r.getMessage()]
 
 
-def test_i8_no_value_at_all_from_nodes_that_hang_is_an_error(new_tier, broken_store):
+def test_i8_no_value_at_all_from_nodes_that_hang_is_an_error(make_tier, broken_store):
     """Where values are there and none can be had, the tier fails, so that it is left alone for a while."""
-    tier = opened(new_tier(broken_store))
+    tier = opened(make_tier(broken_store))
     values = values_of(4)
     put(tier, values)
     assert get(tier, list(values)) == list(values.values())
@@ -156,9 +156,9 @@ def test_i8_no_value_at_all_from_nodes_that_hang_is_an_error(new_tier, broken_st
             node.resume()
 
 
-def test_i8_closing_under_a_call_that_hangs_ends_neither_the_process_nor_the_memory(new_tier, broken_store):
+def test_i8_closing_under_a_call_that_hangs_ends_neither_the_process_nor_the_memory(make_tier, broken_store):
     """A read waits for a stopped node while the tier is closed: it ends by itself, and then the client is closed."""
-    tier = opened(new_tier(broken_store))
+    tier = opened(make_tier(broken_store))
     values = values_of(4)
     put(tier, values)
     assert get(tier, list(values)) == list(values.values())
@@ -188,9 +188,9 @@ def test_i8_closing_under_a_call_that_hangs_ends_neither_the_process_nor_the_mem
         get(tier, [b"0"])
 
 
-def test_i5_a_full_store_refuses_and_goes_on(new_tier, broken_store, caplog):
-    """Where there is no room and all keys are leased, puts are refused; what is there can be read, and room comes again."""
-    tier = opened(new_tier(broken_store))
+def test_i5_a_full_store_refuses_and_goes_on(make_tier, broken_store, caplog):
+    """Where there is no room and all keys are leased, puts are refused; reads work, and room comes again."""
+    tier = opened(make_tier(broken_store))
     value = memoryview(bytearray(MIB))
     kept = []
     for batch in range(10):
@@ -205,10 +205,10 @@ def test_i5_a_full_store_refuses_and_goes_on(new_tier, broken_store, caplog):
     assert put(tier, {b"new": b"new"}) == [True]
 
 
-def test_a_store_without_nodes_refuses(new_tier, client_library):
+def test_a_store_without_nodes_refuses(make_tier, client_library):
     """A master that no node has come to yet keeps nothing, and finds nothing."""
     with mooncake.mooncake_store() as store:
-        tier = opened(new_tier(store))
+        tier = opened(make_tier(store))
         assert put(tier, {b"a": b"a"}) == [False]
         assert get(tier, [b"a"]) == [None]
         tier.close()

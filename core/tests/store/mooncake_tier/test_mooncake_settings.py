@@ -30,7 +30,7 @@ def test_the_master_must_be_named():
 @pytest.mark.parametrize("text", ["", "host", "host:", ":1", "host:0", "host:65536", "host:x", "::1:1", "http://h:1"])
 def test_an_address_that_is_none_is_a_config_error(text):
     """What isn't host and port is refused when the settings are read, with an example."""
-    with pytest.raises(ConfigError, match="mooncake_master.*host and a port.*10.0.0.5:50051"):
+    with pytest.raises(ConfigError, match=r"mooncake_master.*host and a port.*10\.0\.0\.5:50051"):
         MooncakeSettings.load({"mooncake_master": text}, {})
 
 
