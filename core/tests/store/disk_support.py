@@ -1,4 +1,4 @@
-"""What the tests of the disk tier share: tiers of so many blocks, and looks at the directory that aren't the tier's own."""
+"""What the tests of the disk tier share: tiers of so many blocks, and looks at the directory of their own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from contextlib import suppress
 from pathlib import Path
 
 from kvplug.store.l2.disk import DiskTier
@@ -56,11 +57,9 @@ def on_disk(root: Path) -> int:
     """Return the bytes that a directory takes, as `du` counts them, while others change it."""
     total = 0
     for folder, _, names in os.walk(root):
-        for name in (".", *names):
-            try:
-                total += os.lstat(os.path.join(folder, name)).st_blocks * 512
-            except FileNotFoundError:
-                continue
+        for path in (Path(folder), *(Path(folder, name) for name in names)):
+            with suppress(FileNotFoundError):
+                total += path.lstat().st_blocks * 512
     return total
 
 
@@ -82,7 +81,7 @@ def value_file(root: Path, key: bytes) -> Path:
 
 def descriptors() -> int:
     """Count this process's open descriptors."""
-    return len(os.listdir("/proc/self/fd"))
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 def start(program: str, *arguments: object, prefix: tuple[str, ...] = ()) -> subprocess.Popen[str]:

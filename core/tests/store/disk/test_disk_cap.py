@@ -11,7 +11,7 @@ import disk_support as disk
 import pytest
 from disk_support import get, held, new_tier, put, size_for
 
-from kvplug.store.l2.disk import files, reading
+from kvplug.store.l2.disk import files, reading, space
 from kvplug.store.l2.disk import ledger as ledger_module
 from kvplug.store.l2.tier import TierError
 
@@ -99,7 +99,7 @@ def test_i4_two_processes_under_one_cap(tmp_path):
         assert kept == 150
         assert found > 0
     assert samples > 5
-    # A walk isn't one moment: a file may be counted under both its names. So two blocks more may be seen than there are.
+    # A walk isn't one moment: a file may be counted under both its names.
     assert most <= cap + 2 * disk.BLOCK
     tier = new_tier(root, 20)
     assert disk.on_disk(root) <= tier.usage(disk.TIMEOUT).used_bytes <= cap
@@ -158,13 +158,11 @@ def test_i4_the_index_is_rebuilt(tmp_path, monkeypatch, damage):
 
 
 def test_counting_goes_on_over_calls(tmp_path, monkeypatch):
-    """While a large directory is being counted, values are read but not written; calls go on where the last one ended."""
+    """While a large directory is being counted, values are read, not written; calls go on where the last one ended."""
     tier = new_tier(tmp_path, 10)
     put(tier, b"old")
     tier.close()
     monkeypatch.setattr(ledger_module, "_boot_id", lambda: b"another boot")
-    from kvplug.store.l2.disk import space
-
     monkeypatch.setattr(space, "_LOCKED_SECONDS", -1.0)  # one area in a go
     settings = disk.DiskTier.Settings(disk_path=tmp_path, disk_size=size_for(10))
     tier = disk.DiskTier(settings)
@@ -328,5 +326,5 @@ def test_a_file_that_is_being_written_is_not_swept(tmp_path, monkeypatch):
     thread.join()
     assert kept == [True]
     assert get(other, b"slow") == disk.content(b"slow")
-    for tier in (tier, other):
-        tier.close()
+    tier.close()
+    other.close()

@@ -118,9 +118,9 @@ class Ledger:
 
     Args:
         path: The file.
-        prepare: Makes the directories, and returns the number of shards. It is given the number that is in the ledger, if
-            there is one. Called, with the ledger locked, whenever its file has been opened: again after a deletion from
-            outside.
+        prepare: Makes the directories, and returns the number of shards. It is given the number that is in the ledger,
+            if there is one. Called, with the ledger locked, whenever its file has been opened: again after a deletion
+            from outside.
 
     """
 

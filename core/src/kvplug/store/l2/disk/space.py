@@ -77,10 +77,15 @@ class Space:
     def count(self, deadline: float) -> bool:
         """Count what nobody has counted since the machine was started, and return whether all is known.
 
-        Ends at the deadline at the latest; other calls, of this or any process, go on where it ended.
+        Removes what dead writers have left. Ends at the deadline at the latest; other calls, of this or any process, go
+        on where it ended.
         """
+        swept = False
         while True:
             with self.ledger.locked(deadline) as counts:
+                if not swept:
+                    self.sweep(counts)
+                    swept = True
                 if self.count_unknown(counts, pause(deadline)):
                     return True
             if time.monotonic() >= deadline:
@@ -141,14 +146,13 @@ class Space:
                     self._unlink(counts, self.layout.shard_of(key), path, taken)
 
     def free(self, nbytes: int, deadline: float) -> bool:
-        """Evict `nbytes` at least, whatever the cap, and return whether that was possible."""
+        """Evict `nbytes`, or what there is, whatever the cap; return whether anything went."""
         with self.ledger.locked(deadline) as counts:
             self.sweep(counts)
-            target, until = counts.used - nbytes, pause(deadline)
-            while counts.used > target:
-                if time.monotonic() >= until or not self._evict(counts):
-                    return False
-            return True
+            before, until = counts.used, pause(deadline)
+            while counts.used > before - nbytes and time.monotonic() < until and self._evict(counts):
+                pass
+            return counts.used < before
 
     def shrink(self, deadline: float) -> bool:
         """Evict until the cap holds, and return whether it does. It may not where the cap was larger before."""

@@ -101,8 +101,8 @@ class DiskTier(Tier):
         there = disk.f_bavail * disk.f_frsize + used
         if there < self._capacity:
             logger.warning(
-                "disk_size is %d bytes, but the file system of %s has room for %d only; when it is full, some blocks can't "
-                "be stored. Set a smaller disk_size, or make room.",
+                "disk_size is %d bytes, but the file system of %s has room for %d only; when it is full, some blocks "
+                "can't be stored. Set a smaller disk_size, or make room.",
                 self._capacity,
                 self._root,
                 there,

@@ -1,4 +1,4 @@
-"""How values become files: room is set aside, they are written under other names, and get their own when they are whole.
+"""How values become files: room is set aside, they are written under other names, and get their own when whole.
 
 Making the files and giving them their names is done with the ledger locked, for several values at once; writing their
 bytes is not.
