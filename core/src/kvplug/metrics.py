@@ -57,6 +57,10 @@ def _counter(documentation: str, *, label: str | None = None, every_rank: bool =
     return Metric("counter", documentation, label, every_rank)
 
 
+def _l2(kind: Literal["counter", "gauge"], documentation: str, *, every_rank: bool = False) -> Metric:
+    return Metric(kind, documentation, "tier", every_rank)
+
+
 #: All metrics, by name. docs/metrics.md has them, too.
 METRICS: Mapping[str, Metric] = {
     "prefix_cache_queries": _counter("Prompt tokens that vLLM's own prefix cache didn't have and that were looked up."),
@@ -85,6 +89,28 @@ METRICS: Mapping[str, Metric] = {
     "save_errors": _counter("Saves that failed; the blocks weren't stored.", every_rank=True),
     "plugin_errors": _counter("Hook implementations that raised.", every_rank=True),
     "hook_missed": _counter("Steps with loads in which the hook wasn't called.", every_rank=True),
+    "l2_lookups": _l2("counter", "Blocks that were looked up in an L2 tier."),
+    "l2_hits": _l2("counter", "Blocks that a lookup found there."),
+    "l2_blocks_read": _l2("counter", "Blocks that were read from there, whole and undamaged."),
+    "l2_blocks_written": _l2("counter", "Blocks that were written there."),
+    "l2_read_bytes": _l2("counter", "Bytes that were read from there, over all ranks.", every_rank=True),
+    "l2_written_bytes": _l2("counter", "Bytes that were written there, over all ranks.", every_rank=True),
+    "l2_writes_dropped": _l2(
+        "counter", "Blocks that weren't written because too much was on its way, or the tier failed.", every_rank=True
+    ),
+    "l2_writes_refused": _l2("counter", "Blocks that the tier had no room for.", every_rank=True),
+    "l2_damaged": _l2("counter", "Blocks that were read and aren't what was asked for, or damaged.", every_rank=True),
+    "l2_errors": _l2("counter", "Calls to the tier that failed.", every_rank=True),
+    "l2_timeouts": _l2("counter", "Calls to the tier that took too long.", every_rank=True),
+    "l2_dropped": _l2("counter", "Calls to the tier whose turn didn't come in time.", every_rank=True),
+    "l2_skipped": _l2("counter", "Calls that weren't made because the tier fails.", every_rank=True),
+    "l2_down": _l2("gauge", "Ranks that leave the tier alone because it fails.", every_rank=True),
+    "l2_usage_bytes": _l2("gauge", "Bytes that the tier holds, where it knows."),
+    "l2_capacity_bytes": _l2("gauge", "Bytes that the tier can hold, where it knows."),
+    "l2_prefetched": _counter("Blocks that were asked for from L2 before their request was scheduled."),
+    "l2_prefetches_dropped": _counter("Blocks that weren't, because too much was on its way."),
+    "l2_load_timeouts": _counter("Requests that waited for L2 until their time was up.", every_rank=True),
+    "l2_wait_seconds": Metric("seconds", "What a request's step waited for L2, per rank.", every_rank=True),
     "l1_usage_bytes": Metric("gauge", "Host memory that holds blocks, over all ranks.", every_rank=True),
     "l1_capacity_bytes": Metric("gauge", "Host memory for blocks, over all ranks.", every_rank=True),
 }
@@ -208,7 +234,7 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 for seconds in value:
                     child.observe(seconds)
             case "gauge":
-                ranks = self._gauges.setdefault((engine, name), {})
+                ranks = self._gauges.setdefault((engine, key), {})
                 ranks.update(value)
                 child.set(sum(ranks.values()))
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvplug.paged import Transfer
+from kvplug.store.settings import StoreSettings
 from kvplug_type1.connector import Type1Connector
 from kvplug_type1.metadata import Type1Metadata
 from kvplug_type1.scheduler import Type1Scheduler
@@ -28,7 +29,9 @@ class Engine:
     worker: Type1Worker = field(init=False)
 
     def __post_init__(self):
-        self.worker = Type1Worker(block_size=BLOCK, size_bytes=16 * 4096, eviction_policy="lru", drop_last_hit=False)
+        self.worker = Type1Worker(
+            StoreSettings(l1_size_per_rank=16 * 4096), block_size=BLOCK, shard="all", drop_last_hit=False
+        )
         page = 2 * BLOCK * WIDTH * 4
         self.worker.register_kv_caches({"layer": self.cache}, num_blocks=BLOCKS, page_size_bytes={"layer": page})
 

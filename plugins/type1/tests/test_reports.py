@@ -11,6 +11,7 @@ import torch
 from kvplug import compat, dispatch
 from kvplug.stats import Stats
 from kvplug.store import Allocator
+from kvplug.store.settings import StoreSettings
 from kvplug_type1.connector import Type1Connector
 from kvplug_type1.metadata import Announcement, LoadRequest, SaveRequest, Type1Metadata, Type1WorkerMetadata
 from kvplug_type1.worker import Type1Worker
@@ -87,7 +88,7 @@ def test_announced_blocks_are_evicted_last():
 def test_the_worker_counts_announced_blocks_as_used():
     """The first to come, which would be the first to go, are still there when their request's turn has come."""
     caches = {"layer.0": torch.zeros(12, 2, 4, 64)}
-    worker = Type1Worker(block_size=4, size_bytes=4 * 2048, eviction_policy="lru", drop_last_hit=False)
+    worker = Type1Worker(StoreSettings(l1_size_per_rank=4 * 2048), block_size=4, shard="all", drop_last_hit=False)
     worker.register_kv_caches(caches, num_blocks=12, page_size_bytes={"layer.0": 2048})
     for keys in (KEYS[:2], KEYS[2:4]):
         worker.save(Type1Metadata(saves=(SaveRequest("a", keys, (1, 2)),)))
@@ -166,7 +167,7 @@ def test_requests_that_are_not_looked_up_do_not_count():
 @pytest.fixture
 def worker():
     caches = {"layer.0": torch.arange(12 * 2 * 4 * 64, dtype=torch.float32).view(12, 2, 4, 64)}
-    worker = Type1Worker(block_size=4, size_bytes=8 * 4096, eviction_policy="lru", drop_last_hit=False)
+    worker = Type1Worker(StoreSettings(l1_size_per_rank=8 * 4096), block_size=4, shard="all", drop_last_hit=False)
     worker.register_kv_caches(caches, num_blocks=12, page_size_bytes={"layer.0": 2048})
     return worker
 

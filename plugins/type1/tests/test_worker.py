@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvplug.paged import Transfer
+from kvplug.store.settings import StoreSettings
 from kvplug_type1.metadata import LoadRequest, SaveRequest, Type1Metadata
 from kvplug_type1.worker import Type1Worker
 
@@ -19,7 +20,8 @@ def caches():
 
 
 def make(kv_caches, *, num_blocks=8, **settings):
-    worker = Type1Worker(block_size=BLOCK, size_bytes=int(num_blocks * 4096), eviction_policy="lru", **settings)
+    store = StoreSettings(l1_size_per_rank=int(num_blocks * 4096))
+    worker = Type1Worker(store, block_size=BLOCK, shard="all", **settings)
     page = 2 * BLOCK * 64 * 4
     worker.register_kv_caches(kv_caches, num_blocks=BLOCKS, page_size_bytes=dict.fromkeys(kv_caches, page))
     return worker

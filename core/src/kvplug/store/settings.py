@@ -90,8 +90,8 @@ class StoreSettings(L1Settings):
     l2_prefetch_inflight_per_rank: Annotated[ByteSize, BeforeValidator(_whole_size)] = Field(
         default=ByteSize(256 * _MIB),
         examples=["256MiB"],
-        description="Bytes that may be on their way from L2 to one rank for requests that wait to be scheduled; 0 turns "
-        "that off. At most a quarter of L1.",
+        description="Bytes that may be on their way from L2 to one rank for requests that wait to be scheduled; 0 "
+        "turns that off. At most a quarter of L1.",
     )
     l2_load_timeout: float = Field(
         default=0.5,
@@ -109,7 +109,8 @@ class StoreSettings(L1Settings):
     )
     l2_codec: CodecName = Field(
         default="none",
-        description="How blocks are encoded in L2: `none`, `zstd`, or `shuffle-zstd`, which puts like bytes together first.",
+        description="How blocks are encoded in L2: `none`, `zstd`, or `shuffle-zstd`, which puts like bytes together "
+        "first.",
     )
     l2_namespace: Annotated[str, AibrixVariable("AIBRIX_KV_CACHE_OL_L2_CACHE_NAMESPACE")] = Field(
         default="",
@@ -132,7 +133,7 @@ class StoreSettings(L1Settings):
         for name in cls._chosen(extra_config or {}, environ):
             try:
                 tiers.append(load_tier(name))
-            except ConfigError as error:
+            except ConfigError as error:  # noqa: PERF203 - all problems are told at once
                 problems.append(str(error))
         found: Self | None = None
         try:
@@ -169,5 +170,10 @@ class StoreSettings(L1Settings):
 def _with(cls: type[StoreSettings], tiers: tuple[type[Tier], ...]) -> type[Any]:
     """Return a class that has the settings of tiers, too. The same for the same tiers: classes are never forgotten."""
     bases = [tier.Settings for tier in tiers if tier.Settings not in (None, Settings)]
-    attributes = {"__module__": cls.__module__, "__doc__": cls.__doc__, "tiers": tiers, "__annotations__": {}}
+    attributes: dict[str, Any] = {
+        "__module__": cls.__module__,
+        "__doc__": cls.__doc__,
+        "tiers": tiers,
+        "__annotations__": {},
+    }
     return type(cls.__name__, (cls, *bases), attributes)

@@ -13,8 +13,8 @@ from kvplug.kv_groups import single_attention_group
 from kvplug.log import get_logger
 from kvplug.memory_budget import check_memory, ranks_on_host
 from kvplug.metrics import ConnectorPromMetrics, ConnectorStats, of_every_rank
-from kvplug.namespace import namespace_fingerprint
-from kvplug.settings import L1Settings
+from kvplug.namespace import namespace_fingerprint, shard_id
+from kvplug.store.settings import StoreSettings
 from kvplug_type1.metadata import Type1Metadata, Type1WorkerMetadata
 from kvplug_type1.scheduler import Type1Scheduler
 from kvplug_type1.worker import Type1Worker
@@ -28,14 +28,14 @@ logger = get_logger(__name__)
 
 
 class Type1Connector(KVConnectorBase_V1):  # type: ignore[misc]
-    """Reuses KV from host memory, decided on the worker at load time.
+    """Reuses KV from host memory and from L2 tiers beyond it, decided on the worker at load time.
 
     vLLM's scheduler plans every request as if nothing were stored. Right before a step, the hook loads what is there
     and the step gets shorter by that much. A miss or a failed load is just a smaller number.
     """
 
     #: What `kv_connector_extra_config` is validated by.
-    Settings = L1Settings
+    Settings = StoreSettings
 
     #: Whether vLLM passes on what the worker half tells the scheduler half; None before that is known.
     _reports: bool | None = None
@@ -56,7 +56,7 @@ class Type1Connector(KVConnectorBase_V1):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         compat.require_hook_support(vllm_config, role, type(self))
         transfer = vllm_config.kv_transfer_config
-        settings = L1Settings.load(transfer.kv_connector_extra_config)
+        settings = StoreSettings.load(transfer.kv_connector_extra_config)
         group = single_attention_group(kv_cache_config, type(self).__name__)
         self._group = group
         self._scheduler: Type1Scheduler | None = None
@@ -75,9 +75,9 @@ class Type1Connector(KVConnectorBase_V1):  # type: ignore[misc]
             check_memory(settings.l1_size_per_rank, ranks_on_host(vllm_config.parallel_config), what="L1")
             speculative = vllm_config.speculative_config
             self._worker = Type1Worker(
+                settings,
                 block_size=group.block_size,
-                size_bytes=settings.l1_size_per_rank,
-                eviction_policy=settings.l1_eviction_policy,
+                shard=shard_id(vllm_config) if settings.tiers else "",
                 drop_last_hit=speculative is not None and speculative.use_eagle(),
             )
 
@@ -168,7 +168,7 @@ class Type1Connector(KVConnectorBase_V1):  # type: ignore[misc]
         return False, None
 
     def reset_cache(self) -> bool:
-        """Have the workers forget everything stored, before the next step loads anything."""
+        """Have the workers forget everything stored, in L2 too, before the next step loads anything."""
         return self.scheduler.reset()
 
     # -- metrics -----------------------------------------------------------------------------------------------------

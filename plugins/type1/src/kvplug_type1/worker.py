@@ -13,7 +13,9 @@ from kvplug.log import RateLimited, get_logger
 from kvplug.paged import PagedCache, Transfer
 from kvplug.stats import Stats
 from kvplug.store import MemoryTier, SlotRef
-from kvplug_type1.metadata import LoadRequest, SaveRequest, Type1Metadata, Type1WorkerMetadata
+from kvplug.store.settings import StoreSettings
+from kvplug.store.tiered import TieredStore, make_store
+from kvplug_type1.metadata import Announcement, LoadRequest, SaveRequest, Type1Metadata, Type1WorkerMetadata
 
 __all__ = ["Type1Worker"]
 
@@ -24,23 +26,23 @@ _limited = RateLimited(logger)
 class Type1Worker:
     """Loads and saves one worker's shard of the KV cache."""
 
-    def __init__(self, *, block_size: int, size_bytes: int, eviction_policy: str, drop_last_hit: bool) -> None:
-        """Prepare a worker; memory is taken when its paged cache is known.
+    def __init__(self, settings: StoreSettings, *, block_size: int, shard: str, drop_last_hit: bool) -> None:
+        """Prepare a worker; memory is taken, and L2 opened, when its paged cache is known.
 
         Args:
+            settings: Of the block store.
             block_size: Tokens per block.
-            size_bytes: Host memory for blocks, in this worker.
-            eviction_policy: Name of the policy by which blocks make room.
+            shard: What part of every block this rank holds (`kvplug.namespace.shard_id`).
             drop_last_hit: Whether the last block of a hit isn't used, since draft layers' KV at its end depends on
                 a token that its key doesn't cover.
 
         """
+        self._settings = settings
         self._block_size = block_size
-        self._size_bytes = size_bytes
-        self._eviction_policy = eviction_policy
+        self._shard = shard
         self._drop_last_hit = drop_last_hit
         self._paged: PagedCache | None = None
-        self._tier: MemoryTier | None = None
+        self._store: TieredStore | None = None
         self._reset_count = 0
         # Copies under way, oldest first: what to do when one has ended, and instead if it failed.
         self._pending: deque[tuple[Transfer, Callable[[], None], Callable[[], None] | None]] = deque()
@@ -48,14 +50,19 @@ class Type1Worker:
         self._hooked: Type1Metadata | None = None
         #: What the hook answered in this step.
         self._loaded: dict[str, int] = {}
-        self._reported_usage: int | None = None
+        self._reported: dict[str, float] = {}
         self.stats = Stats()
 
     @property
-    def tier(self) -> MemoryTier:
+    def store(self) -> TieredStore:
         """The worker's block store."""
-        assert self._tier is not None
-        return self._tier
+        assert self._store is not None
+        return self._store
+
+    @property
+    def tier(self) -> MemoryTier:
+        """The part of it that is in host memory."""
+        return self.store.memory
 
     @property
     def paged(self) -> PagedCache:
@@ -66,7 +73,7 @@ class Type1Worker:
     def register_kv_caches(
         self, kv_caches: Mapping[str, Any], *, num_blocks: int, page_size_bytes: Mapping[str, int]
     ) -> None:
-        """Take the paged cache, and the host memory that goes with it.
+        """Take the paged cache, and the block store that goes with it.
 
         Args:
             kv_caches: Tensor of each layer, by name.
@@ -75,28 +82,32 @@ class Type1Worker:
 
         Raises:
             UnsupportedError: A layer's layout isn't understood, or there is a paged cache already.
-            ConfigError: The memory doesn't hold a single block.
-            KvplugError: The memory can't be had.
+            ConfigError: The memory doesn't hold a single block, or something that L2 needs isn't installed.
+            KvplugError: The memory can't be had, or L2 can't be reached and is required.
 
         """
-        if self._tier is not None:
+        if self._store is not None:
             raise compat.two_engines("Type1Connector")
         self._paged = PagedCache.from_kv_caches(kv_caches, num_blocks=num_blocks, page_size_bytes=page_size_bytes)
-        self._tier = MemoryTier.with_capacity(
-            self._size_bytes,
-            self._paged.block_bytes,
-            policy=self._eviction_policy,
-            pin=any(tensor.is_cuda for tensor in kv_caches.values()),
+        tensors = kv_caches.values()
+        self._store = make_store(
+            self._settings,
+            self.stats,
+            block_bytes=self._paged.block_bytes,
+            item_bytes=max(tensor.element_size() for tensor in tensors),
+            shard=self._shard,
+            layout=f"{self._block_size} tokens; {self._paged.layout}",
+            pin=any(tensor.is_cuda for tensor in tensors),
         )
         logger.info(
             "kvplug: L1 holds %d blocks of %d bytes (%.2f GiB) in this rank",
-            self._tier.allocator.capacity,
+            self.tier.allocator.capacity,
             self._paged.block_bytes,
-            self._tier.capacity_bytes / 2**30,
+            self.tier.capacity_bytes / 2**30,
         )
 
     def load(self, metadata: Type1Metadata) -> dict[str, int]:
-        """Copy what is stored into the paged cache.
+        """Copy what is stored into the paged cache; what only L2 has is waited for, within bounds.
 
         Args:
             metadata: This step's metadata.
@@ -108,15 +119,17 @@ class Type1Worker:
         self._hooked = metadata
         self._settle()
         if metadata.reset_count != self._reset_count:
-            self.tier.clear()
+            self.store.clear()
             self._reset_count = metadata.reset_count
         # What waits is used before what is loaded now, which is then the last to be evicted.
         for waiting in metadata.announced:
-            self.tier.allocator.touch_prefix(waiting.keys)
+            self._announce(waiting)
         self._loaded = {}
         if metadata.loads:
             start = perf_counter()
-            self._loaded = {load.request_id: self._load_one(load) for load in metadata.loads}
+            # All requests of the step together wait no longer than one: each of them waits for the whole step.
+            until = self.store.deadline()
+            self._loaded = {load.request_id: self._load_one(load, until) for load in metadata.loads}
             self._settle()
             self.stats.observe("load_seconds", perf_counter() - start)
         return self._loaded
@@ -134,30 +147,43 @@ class Type1Worker:
 
     def gauges(self) -> dict[str, float]:
         """Return how much of the host memory is used, and how much there is, in bytes, if that has changed."""
-        if self._tier is None or (used := self._tier.used_bytes) == self._reported_usage:
+        if self._store is None:
             return {}
-        self._reported_usage = used
-        return {"l1_usage_bytes": used, "l1_capacity_bytes": self._tier.capacity_bytes}
+        gauges = {
+            "l1_usage_bytes": self.tier.used_bytes,
+            "l1_capacity_bytes": self.tier.capacity_bytes,
+            **self._store.gauges(),
+        }
+        if gauges == self._reported:
+            return {}
+        self._reported = gauges
+        return gauges
 
-    def _load_one(self, load: LoadRequest) -> int:
+    def _announce(self, waiting: Announcement) -> None:
+        try:
+            self.store.announce(waiting.keys)
+        except Exception as error:  # noqa: BLE001 - it is only a preparation
+            self._failed("load", error)
+
+    def _load_one(self, load: LoadRequest, until: float) -> int:
         self.stats.add("blocks_looked_up", len(load.keys))
-        allocator = self.tier.allocator
+        store = self.store
         pinned: list[SlotRef] = []
         try:
-            pinned = allocator.pin_prefix(load.keys)
+            pinned = store.pin(load.keys, until)
             self.stats.add("blocks_hit", len(pinned))
             num_blocks = len(pinned) - (1 if self._drop_last_hit and pinned else 0)
             tokens = self._tokens(load, num_blocks)
             if tokens > 0:
                 slots = [ref.slot for ref in pinned[:num_blocks]]
                 transfer = self.paged.scatter(self.tier.slab, slots, load.block_ids[:num_blocks])
-                self._pending.append((transfer, partial(allocator.unpin, pinned), None))
+                self._pending.append((transfer, partial(store.unpin, pinned), None))
                 pinned = []
         except Exception as error:  # noqa: BLE001 - a failed load is a miss, whatever it was
             self._failed("load", error)
             return 0
         finally:
-            allocator.unpin(pinned)
+            store.unpin(pinned)
         if tokens <= 0:
             return 0
         self.stats.add("blocks_loaded", num_blocks)
@@ -190,23 +216,23 @@ class Type1Worker:
         evicted, refused = allocator.evictions, allocator.refused
         refs: tuple[SlotRef, ...] = ()
         try:
-            reserved = allocator.reserve(save.keys)
+            reserved = self.store.reserve(save.keys)
             pairs = [(block, ref) for block, ref in zip(save.block_ids, reserved, strict=True) if ref is not None]
             if not pairs:
                 return
             block_ids, refs = zip(*pairs, strict=True)
             transfer = self.paged.gather(block_ids, self.tier.slab, [ref.slot for ref in refs])
         except Exception as error:  # noqa: BLE001 - a failed save is a later miss, whatever it was
-            allocator.abandon(refs)
+            self.store.abandon(refs)
             self._failed("save", error)
             return
         finally:
             self.stats.add("blocks_evicted", allocator.evictions - evicted)
             self.stats.add("saves_refused", allocator.refused - refused)
-        self._pending.append((transfer, partial(self._publish, refs), partial(allocator.abandon, refs)))
+        self._pending.append((transfer, partial(self._publish, refs), partial(self.store.abandon, refs)))
 
     def _publish(self, refs: Sequence[SlotRef]) -> None:
-        num_blocks = self.tier.allocator.publish(refs)
+        num_blocks = self.store.publish(refs)
         self.stats.add("blocks_saved", num_blocks)
         self.stats.add("tokens_saved", num_blocks * self._block_size)
         self.stats.add("saved_bytes", num_blocks * self.paged.block_bytes)
@@ -241,8 +267,8 @@ class Type1Worker:
         )
 
     def close(self) -> None:
-        """Give the host memory back. May be called again."""
-        if self._tier is not None:
+        """Write to L2 what is on its way there, and give the host memory back. May be called again."""
+        if self._store is not None:
             self._settle(wait=True)
-            self._tier.close()
-            self._tier = None
+            self._store.close()
+            self._store = None

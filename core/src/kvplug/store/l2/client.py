@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
 from kvplug.log import RateLimited, get_logger
@@ -170,10 +171,18 @@ class L2Client(Listener):
 
         def call(timeout: float) -> list[bool]:
             lengths = _as_many(list(self.tier.get(names, views, timeout)), names)
-            return [
+            good = [
                 length is not None and self._accept(name, view, length)
                 for name, view, length in zip(names, views, lengths, strict=True)
             ]
+            damaged = [
+                name for name, length, ok in zip(names, lengths, good, strict=True) if length is not None and not ok
+            ]
+            if damaged:
+                # Else it would stay: a tier needn't write a key that it has.
+                with suppress(TierError):
+                    self.tier.delete(damaged, timeout)
+            return good
 
         return self._submit(call, [False] * len(names), self._timeout, urgent=urgent, released=released)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from kvplug.digest import tagged_digest
+from kvplug.store.l2.value import FORMAT
 
 __all__ = ["StorageKeys"]
 
@@ -41,4 +42,4 @@ class StorageKeys:
         self._suffix = self._digest(os.urandom(16))
 
     def _digest(self, epoch: bytes | None) -> bytes:
-        return tagged_digest("kvplug.shard", epoch, *self._shard)[:_SUFFIX_BYTES]
+        return tagged_digest(f"kvplug.shard.{FORMAT}", epoch, *self._shard)[:_SUFFIX_BYTES]

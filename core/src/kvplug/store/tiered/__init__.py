@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from kvplug.store.tiered.make import make_store
 from kvplug.store.tiered.store import TieredStore
 from kvplug.store.tiered.writer import WritePolicy
 
-__all__ = ["TieredStore", "WritePolicy"]
+__all__ = ["TieredStore", "WritePolicy", "make_store"]

@@ -1,4 +1,4 @@
-"""What is known of the block in each slot, beside what the allocator knows: which tiers have it, how often it was hit."""
+"""What is known of the block in each slot beside what the allocator knows: tiers that have it, and uses."""
 
 from __future__ import annotations
 
