@@ -11,13 +11,32 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from typing_extensions import Self
 
 __all__ = ["Proxy"]
 
 HOST = "127.0.0.1"
+
+
+class _Connection:
+    """A client's connection and the one to the server that it is passed on to."""
+
+    def __init__(self, client: socket.socket, server: socket.socket) -> None:
+        self.client = client
+        self.server = server
+        #: Bytes of replies so far.
+        self.passed = 0
+
+    def reset(self) -> None:
+        """Reset both (RST, not FIN)."""
+        for side in (self.client, self.server):
+            with suppress(OSError):
+                side.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            with suppress(OSError):
+                # Ends the threads that wait for it; closing alone doesn't.
+                socket.socket.shutdown(side, socket.SHUT_RD)
+            with suppress(OSError):
+                side.close()
 
 
 class Proxy:
@@ -35,7 +54,7 @@ class Proxy:
         self._listener = socket.create_server((HOST, 0))
         self.port: int = self._listener.getsockname()[1]
         self._lock = threading.Lock()
-        self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        self._connections: list[_Connection] = []
         self._threads: list[threading.Thread] = []
         self._closed = False
         #: Seconds that each piece of a reply is held back.
@@ -51,7 +70,7 @@ class Proxy:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._closed = True
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -60,22 +79,18 @@ class Proxy:
         for thread in self._threads:
             thread.join(10)
 
-    def reset(self) -> None:
-        """Reset all connections (RST, not FIN)."""
+    @property
+    def connections(self) -> list[_Connection]:
+        """Those that there are."""
         with self._lock:
-            pairs, self._pairs = self._pairs, []
-        for pair in pairs:
-            for side in pair:
-                self._reset(side)
+            return list(self._connections)
 
-    def _reset(self, side: socket.socket) -> None:
-        with suppress(OSError):
-            side.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        with suppress(OSError):
-            # Ends the threads that wait for it; closing alone doesn't.
-            socket.socket.shutdown(side, socket.SHUT_RD)
-        with suppress(OSError):
-            side.close()
+    def reset(self) -> None:
+        """Reset all connections."""
+        with self._lock:
+            connections, self._connections = self._connections, []
+        for connection in connections:
+            connection.reset()
 
     def _spawn(self, function: object, *arguments: object) -> None:
         thread = threading.Thread(target=function, args=arguments, daemon=True)  # type: ignore[arg-type]
@@ -99,10 +114,14 @@ class Proxy:
         except OSError:
             client.close()
             return
+        connection = _Connection(client, server)
         with self._lock:
-            self._pairs.append((client, server))
+            self._connections.append(connection)
         self._spawn(self._requests, client, server)
-        self._replies(client, server)
+        self._replies(connection)
+        connection.reset()
+        with self._lock:
+            self._connections = [item for item in self._connections if item is not connection]
 
     def _requests(self, client: socket.socket, server: socket.socket) -> None:
         with suppress(OSError, ValueError):
@@ -111,19 +130,15 @@ class Proxy:
         with suppress(OSError):
             server.shutdown(socket.SHUT_RDWR)
 
-    def _replies(self, client: socket.socket, server: socket.socket) -> None:
-        passed = 0
+    def _replies(self, connection: _Connection) -> None:
         with suppress(OSError, ValueError):
-            while data := server.recv(self.piece):
+            while data := connection.server.recv(self.piece):
                 if self.delay:
                     time.sleep(self.delay)
-                if self.reset_after is not None and passed + len(data) > self.reset_after:
-                    client.sendall(data[: self.reset_after - passed])
+                left = None if self.reset_after is None else self.reset_after - connection.passed
+                if left is not None and len(data) > left:
+                    connection.client.sendall(data[: max(0, left)])
                     time.sleep(0.05)  # a reset overtakes what is under way
-                    break
-                client.sendall(data)
-                passed += len(data)
-        with self._lock:
-            self._pairs = [pair for pair in self._pairs if pair[0] is not client]
-        for side in (client, server):
-            self._reset(side)
+                    return
+                connection.client.sendall(data)
+                connection.passed += len(data)

@@ -121,13 +121,12 @@ class Server:
         if "redis" in binary:
             del self._options["enable-debug-command"]  # older ones don't know it
         self._process: subprocess.Popen[bytes] | None = None
-        self.password = self._options.get("requirepass")
         self.start()
 
     @property
     def url(self) -> str:
-        """Its URL, with the password if it has one."""
-        return f"valkey://{f':{self.password}@' if self.password else ''}{HOST}:{self.port}"
+        """Its URL."""
+        return f"valkey://{HOST}:{self.port}"
 
     def start(self) -> None:
         """Start it, and wait until it answers."""

@@ -9,10 +9,10 @@ from contextlib import ExitStack, suppress
 
 import pytest
 from pydantic import SecretStr
-from support.proxy import Proxy
-from support.valkey import Cluster, Server, find_binary
 
 from kvplug.store.l2.valkey import ValkeySettings, ValkeyTier
+from support.proxy import Proxy
+from support.valkey import Cluster, Server, find_binary
 
 
 def _binary(kind):
@@ -81,15 +81,15 @@ def start_cluster(tmp_path_factory):
 
 @pytest.fixture
 def make_tier():
-    """Make tiers: (url or port, open=True, **settings); all are closed at the end."""
+    """Make tiers: (url or port, opened=True, **settings); all are closed at the end."""
     with ExitStack() as stack:
 
-        def make(url, *, open=True, timeout=10.0, **settings):
+        def make(url, *, opened=True, timeout=10.0, **settings):
             if isinstance(url, int):
                 url = f"valkey://127.0.0.1:{url}"
             tier = ValkeyTier(ValkeySettings(valkey_url=SecretStr(url), **settings))
             stack.callback(tier.close)
-            if open:
+            if opened:
                 tier.open(max_value_bytes=16 << 20, timeout=timeout)
             return tier
 

@@ -35,7 +35,8 @@ class Connection:
         self._tls = tls
         self._socket: socket.socket | None = None
         self._reader = Reader(self._receive)
-        self._deadline = Deadline(0)
+        #: For sending and receiving.
+        self.deadline = Deadline(0)
         self._interrupted = False
         #: Whether it has answered an earlier call: then it may have died since.
         self.reused = False
@@ -51,7 +52,7 @@ class Connection:
             TierError: It didn't work, or not in time.
 
         """
-        self._deadline = deadline
+        self.deadline = deadline
         try:
             self._socket = self._dial()
             if self._tls is not None:
@@ -59,7 +60,7 @@ class Connection:
                 self._socket = secure = self._tls.wrap_socket(
                     self._socket, server_hostname=self._address.host, do_handshake_on_connect=False
                 )
-                secure.do_handshake()
+                self._shake_hands(secure)
             self._log_in()
         except ssl.SSLError as error:
             self.close()
@@ -99,6 +100,16 @@ class Connection:
                 return connection
         raise problem
 
+    def _shake_hands(self, secure: ssl.SSLSocket) -> None:
+        try:
+            secure.do_handshake()
+        except TimeoutError:
+            # What a server without TLS does: it waits for the rest of a command.
+            raise TierTimeoutError(
+                f"{self._address}: the TLS handshake wasn't answered in time; check that the server speaks TLS on this "
+                "port."
+            ) from None
+
     def _log_in(self) -> None:
         target, commands = self._target, []
         if target.password is not None:
@@ -106,7 +117,7 @@ class Connection:
             commands.append(encode(b"AUTH", *login))
         if target.database:
             commands.append(encode(b"SELECT", b"%d" % target.database))
-        self.send([*commands, encode(b"PING")], self._deadline)
+        self.send([*commands, encode(b"PING")], self.deadline)
         for command in [*commands, b"PING"]:
             reply = self.reply()
             if not isinstance(reply, ErrorReply):
@@ -134,11 +145,15 @@ class Connection:
         if self._socket is not None:
             self._socket.close()
 
+    def fileno(self) -> int:
+        """Return the socket's descriptor."""
+        return -1 if self._socket is None else self._socket.fileno()
+
     def alive(self) -> bool:
         """Whether, as far as this side knows, the connection can be used for another call."""
-        if self._socket is None or self._interrupted:
-            return False
         # Between calls nothing is due: something to read is the connection's end, or it is out of step.
+        if self._socket is None or self._interrupted or self._reader.pending:
+            return False
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return not poll.poll(0)
@@ -153,7 +168,7 @@ class Connection:
             TierTimeoutError: The server didn't take them in time.
 
         """
-        self._deadline = deadline
+        self.deadline = deadline
         connection = self._socket
         assert connection is not None
         rest = [memoryview(piece) for piece in pieces]
@@ -208,7 +223,7 @@ class Connection:
         return str(text) if not password else str(text).replace(password, "***")
 
     def _left(self) -> float:
-        left = self._deadline.left()
+        left = self.deadline.left()
         if not left:
             raise self._timed_out()
         return left

@@ -34,43 +34,49 @@ class Exchange:
         node: Whom to ask.
         commands: What to ask.
         window: Most commands that are under way at once, so that a server needn't hold all of the replies.
-        deadline: By when.
 
     """
 
-    def __init__(self, node: Node, commands: Sequence[Command], window: int, deadline: Deadline) -> None:
+    def __init__(self, node: Node, commands: Sequence[Command], window: int) -> None:
         self.node = node
         self._commands = commands
         self._window = window
-        self._deadline = deadline
+        self._deadline = Deadline(0)
         self._connection: Connection | None = None
         self._sent = 0
         self._replies: list[Reply] = []
 
-    def start(self) -> None:
+    def start(self, deadline: Deadline) -> None:
         """Send what fits in the window.
 
         Raises:
             TierError: It didn't work.
 
         """
+        self._deadline = deadline
         self._connection = self.node.acquire(self._deadline)
         try:
             self._send()
         except LostError as error:
             self._reconnect(error)
 
-    def finish(self) -> list[Reply]:
+    def fileno(self) -> int:
+        """Return the descriptor that the first reply comes by, once started."""
+        assert self._connection is not None
+        return self._connection.fileno()
+
+    def finish(self, deadline: Deadline) -> list[Reply]:
         """Return the replies, in order.
 
         Raises:
             TierError: Not all of them came.
 
         """
+        assert self._connection is not None
+        self._deadline = self._connection.deadline = deadline
         for command in self._commands:
             self._replies.append(self._reply(command))
             self._send()
-        assert self._connection is not None
         self.node.release(self._connection)
         self._connection = None
         return self._replies

@@ -61,6 +61,11 @@ class Reader:
         # What was received and not yet read is between the two.
         self._start = self._end = 0
 
+    @property
+    def pending(self) -> bool:
+        """Whether something was received that is of no reply so far."""
+        return self._end > self._start
+
     def reply(self, into: memoryview | None = None) -> Reply:
         """Read one reply.
 

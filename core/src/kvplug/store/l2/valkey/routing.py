@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import select
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 from kvplug.store.l2.tier import TierError
@@ -22,6 +23,8 @@ _ASKING = Command((encode(b"ASKING"),))
 
 #: Indices of commands, by the node that they go to and whether it must be told that it was ASK that sent them.
 _Groups: TypeAlias = "dict[tuple[Node, bool], list[int]]"
+#: With its commands' indices, and whether each has an ASKING in front.
+_UnderWay: TypeAlias = "tuple[Exchange, list[int], bool]"
 
 
 class Router:
@@ -61,7 +64,7 @@ class Router:
             else:
                 groups.setdefault((node, False), []).append(index)
         for _ in range(_ROUNDS):
-            groups = self._round(groups, deadline.part(_SHARE) if topology.clustered else deadline)
+            groups = self._round(groups, deadline)
             if not groups:
                 break
         for (node, _), indices in groups.items():
@@ -73,7 +76,7 @@ class Router:
 
     def _round(self, groups: _Groups, deadline: Deadline) -> _Groups:
         """Send all, then read all, so that the nodes work at the same time; return what has to go elsewhere."""
-        exchanges: list[tuple[Exchange, list[int], bool]] = []
+        exchanges: list[_UnderWay] = []
         elsewhere: _Groups = {}
         try:
             for (node, asking), indices in groups.items():
@@ -81,17 +84,17 @@ class Router:
                 if self._topology.usable() and not node.ready():
                     self._fail(indices, node.problem or TierError(f"{node}: it is being tried by another call."))
                     continue
-                exchange = self._exchange(node, indices, deadline, asking=asking)
+                exchange = self._exchange(node, indices, asking=asking)
                 exchanges.append((exchange, indices, asking))
                 try:
-                    exchange.start()
+                    exchange.start(self._share(deadline))
                 except TierError as problem:
                     self._topology.failed(node, problem)
                     self._fail(indices, problem)
                     exchanges.pop()[0].abandon()
-            for exchange, indices, asking in exchanges:
+            for (exchange, indices, asking), until in self._as_they_answer(exchanges, deadline):
                 try:
-                    replies = exchange.finish()
+                    replies = exchange.finish(until)
                 except TierError as problem:  # noqa: PERF203
                     self._topology.failed(exchange.node, problem)
                     self._fail(indices, problem)
@@ -103,11 +106,33 @@ class Router:
                 exchange.abandon()
         return elsewhere
 
-    def _exchange(self, node: Node, indices: list[int], deadline: Deadline, *, asking: bool) -> Exchange:
+    def _share(self, deadline: Deadline) -> Deadline:
+        return deadline.part(_SHARE) if self._topology.clustered else deadline
+
+    def _as_they_answer(
+        self, exchanges: Iterable[_UnderWay], deadline: Deadline
+    ) -> Iterator[tuple[_UnderWay, Deadline]]:
+        """Yield exchanges in the order in which nodes begin to answer, and by when; at last those that don't.
+
+        One after the other, a node that hangs would hold up the replies of others until their time has passed, too.
+        """
+        waiting = {item[0].fileno(): item for item in exchanges}
+        answered = select.poll()
+        for descriptor in waiting:
+            answered.register(descriptor, select.POLLIN)
+        patience = self._share(deadline)
+        while waiting and (ready := answered.poll(patience.left() * 1000)):
+            for descriptor, _ in ready:
+                answered.unregister(descriptor)
+                yield waiting.pop(descriptor), self._share(deadline)
+        for item in waiting.values():
+            yield item, Deadline(0)
+
+    def _exchange(self, node: Node, indices: list[int], *, asking: bool) -> Exchange:
         commands = [self._commands[index] for index in indices]
         if asking:
             commands = [item for command in commands for item in (_ASKING, command)]
-        return Exchange(node, commands, self._window * (1 + asking), deadline)
+        return Exchange(node, commands, self._window * (1 + asking))
 
     def _sort(self, node: Node, indices: list[int], replies: list[Reply], elsewhere: _Groups) -> None:
         """Keep the replies that are answers, and see what the others mean."""

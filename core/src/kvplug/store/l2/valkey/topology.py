@@ -45,10 +45,10 @@ def ask(node: Node, commands: list[Command], deadline: Deadline) -> list[Reply]:
         TierError: It doesn't answer.
 
     """
-    exchange = Exchange(node, commands, len(commands), deadline)
+    exchange = Exchange(node, commands, len(commands))
     try:
-        exchange.start()
-        return exchange.finish()
+        exchange.start(deadline)
+        return exchange.finish(deadline)
     finally:
         exchange.abandon()
 

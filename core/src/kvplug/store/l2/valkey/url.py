@@ -55,6 +55,8 @@ def parse_url(url: str) -> Target:
     if parts.scheme not in _SCHEMES:
         # The scheme isn't quoted either: "secret@host" has none, and "secret:…" has the secret for one.
         raise _error(f"must begin with {', '.join(f'{scheme}://' for scheme in _SCHEMES)}")
+    if "@" in parts.path + parts.query + parts.fragment:
+        raise _error("has a /, ? or # in its user or password")
     if parts.query or parts.fragment:
         raise _error("has a ? or a # in it, but options are settings of their own")
     login, at, hosts = parts.netloc.rpartition("@")
