@@ -14,6 +14,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from envlib.environment import say
+
 #: What must be loadable, and the packages that make it so.
 LIBRARIES = {
     "libibverbs.so.1": ("libibverbs1", "libnl-3-200", "libnl-route-3-200"),
@@ -26,6 +28,17 @@ FOLDER = Path("build") / "libraries"
 
 class LibraryError(Exception):
     """A library can't be had; the message says why and what to install."""
+
+
+def provide_libraries(root: Path) -> None:
+    """Have the libraries in a clone's folder, or say why not: without them the tests of Mooncake skip, or fail on CI."""
+    try:
+        packages = ensure_libraries(root / FOLDER)
+    except LibraryError as error:
+        say(f"the tier mooncake can't be tested: {error}")
+    else:
+        if packages:
+            say(f"unpacked {', '.join(packages)} into {FOLDER}")
 
 
 def ensure_libraries(folder: Path) -> list[str]:

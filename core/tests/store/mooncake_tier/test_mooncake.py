@@ -145,6 +145,6 @@ def test_descriptors_and_threads_stay_the_same(make_tier):
     for _ in range(3):
         use()
     before = count()
-    for _ in range(5):
+    for _ in range(3):
         use()
     assert count() == before

@@ -37,13 +37,15 @@ def reach(address: str, what: str, timeout: float) -> None:
         timeout: Seconds.
 
     Raises:
-        TierError: Nobody listens, or the host isn't known.
+        TierError: Nobody listens, or the host isn't known or doesn't answer.
 
     """
     try:
         socket.create_connection(split_address(address), timeout).close()
     except TimeoutError as error:
-        raise TierTimeoutError(f"{what} at {address} can't be reached within {timeout:g} s: is it running?") from error
+        raise TierTimeoutError(
+            f"{what} at {address} can't be reached within {timeout:g} s: start it, or correct the address."
+        ) from error
     except OSError as error:
         reason = error.strerror or str(error)
         raise TierError(

@@ -58,11 +58,11 @@ def load() -> ModuleType:
 
 
 def bound_calls(timeout: float) -> None:
-    """Have Mooncake's calls end after about `timeout` seconds where it can be had, by variables that it reads.
+    """Have Mooncake's calls end after a small multiple of `timeout` seconds, by variables that it reads.
 
     Its own defaults are 30 seconds for each answer of the master and for each pause in a transfer. Variables that are
-    set already stay. What no variable bounds is the first contact with a storage node: where a node accepts a
-    connection and then says nothing, that takes a minute.
+    set already stay, and all of them count for whatever else uses Mooncake in this process. What no variable bounds is
+    the first contact with a storage node: where a node accepts a connection and then says nothing, that takes a minute.
     """
     milliseconds, seconds = str(math.ceil(timeout * 1000)), str(math.ceil(timeout))
     _set("MC_RPC_TIMEOUT_MS", milliseconds)

@@ -34,6 +34,9 @@ logger = get_logger(__name__)
 #: Other users of the same store have keys of their own.
 _PREFIX = "kvplug-"
 
+#: Seconds that a call may take at most, also where opening may take longer.
+_LONGEST_CALL = 2.0
+
 #: Deleted keys that the store keeps for a while; more than these are forgotten, and found again.
 _MAX_DELETED = 4096
 
@@ -46,8 +49,8 @@ class MooncakeTier(Tier):
     master's (`--default_kv_lease_ttl`). A leased key isn't removed. `delete` remembers those: this tier doesn't find
     them any more, and replaces the value when the key is put again.
 
-    Calls end after about the time-out that `open` was given, by Mooncake's own limits (see `library.bound_calls`), not
-    by the one that they are given.
+    Calls end by Mooncake's own limits (see `library.bound_calls`), not by the time-out that they are given: each answer
+    of the master, and each pause of a transfer, may take two seconds, or as long as `open` could take if that is less.
 
     Attributes:
         under_replicated: Values put since the tier was made that got fewer copies than `mooncake_replicas`.
@@ -78,7 +81,6 @@ class MooncakeTier(Tier):
         self._warnings = RateLimited(logger)
         self._lock = threading.Lock()
         self._connection: Connection | None = None
-        self._timeout = 0.0
         # Whether the last answer was that the master doesn't answer: the next call asks whether it listens.
         self._doubtful = False
         self._deleted: OrderedDict[bytes, None] = OrderedDict()
@@ -99,7 +101,7 @@ class MooncakeTier(Tier):
         self.close()
         # Mooncake's own attempts take four seconds where nobody listens.
         reach(self._master, "Mooncake's master", timeout)
-        bound_calls(timeout)
+        bound_calls(min(timeout, _LONGEST_CALL))
         connection = Connection(
             self._library,
             master=self._master,
@@ -108,7 +110,7 @@ class MooncakeTier(Tier):
             devices=self._settings.mooncake_devices,
         )
         with self._lock:
-            self._connection, self._timeout, self._doubtful = connection, timeout, False
+            self._connection, self._doubtful = connection, False
             self._deleted.clear()
 
     def register(self, memory: memoryview) -> None:
@@ -221,7 +223,7 @@ class MooncakeTier(Tier):
         with self._lock:
             connection, self._connection = self._connection, None
         if connection is not None:
-            connection.close(wait=2 * self._timeout)
+            connection.close(wait=2 * _LONGEST_CALL)
 
     def _open_connection(self) -> Connection:
         connection = self._connection
@@ -257,7 +259,7 @@ class MooncakeTier(Tier):
         if unanswered == TIMED_OUT:
             raise TierTimeoutError(f"Mooncake's master at {self._master} didn't answer in time.")
         if unanswered is not None:
-            raise TierError(f"Mooncake's master at {self._master} can't be reached: is it running?")
+            raise TierError(f"Mooncake's master at {self._master} can't be reached: start it.")
         if bad:
             problem = f"Mooncake's store at {self._master}: {name_of(bad[0])} for {len(bad)} of {len(codes)} keys"
             if not any(code >= 0 for code in codes):
