@@ -201,6 +201,11 @@ class Settings(BaseModel):
             field = str(problem["loc"][0])
             source = sources.get(field, _DEFAULT)
             sentence = f"Setting {field} (from {source})"
+            if problem["type"] == "missing":
+                example = next(iter(cls.model_fields[field].examples or ()), None)
+                remedy = "set it." if example is None else f"set it to, for example, {example!r}."
+                yield f"Setting {field} has no default: {remedy}"
+                continue
             if _is_secret(cls.model_fields[field].annotation):
                 yield f"{sentence} is wrong; its value isn't shown."
                 continue

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
+
+from kvplug.stats import Stats
+from kvplug.store import Slab
+from kvplug.store.l2.blocks import Blocks
+from kvplug.store.l2.client import L2Client
+from kvplug.store.l2.keys import StorageKeys
 from kvplug.store.l2.tier import Tier, TierError, Usage
+from kvplug.store.l2.value import layout_digest
 
 
 class DictTier(Tier):
@@ -111,3 +121,26 @@ class FaultyTier(DictTier):
             self.going.wait(60)
         if self.error is not None:
             raise self.error
+
+
+def make_client(tier: Tier, slab: Slab, stats: Stats | None = None, **settings: Any) -> L2Client:
+    """Return a client of a tier for a slab, not started yet."""
+    keys = settings.pop("keys", None) or StorageKeys("all")
+    blocks = Blocks(slab, keys, layout_digest("all"), settings.pop("codec", None))
+    return L2Client(tier, blocks, Stats() if stats is None else stats, **settings)
+
+
+def fill(slab: Slab, slot: int, seed: int) -> bytes:
+    """Write a block's bytes into a slot, and return them."""
+    block = bytes((seed * 37 + index * 11) & 0xFF for index in range(slab.slot_bytes))
+    slab.view(slot)[:] = np.frombuffer(block, np.uint8)
+    return block
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    """Wait for something that another thread does. Fails if it doesn't."""
+    for _ in range(2000):
+        if condition():
+            return
+        time.sleep(0.005)
+    raise AssertionError("it didn't come to that")

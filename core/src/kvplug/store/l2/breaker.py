@@ -107,7 +107,8 @@ class Breaker:
                 return
             if worked:
                 self._state = "closed"
-                self._failures = self._failures_to_open - 1
+                if self.opened:
+                    self._failures = self._failures_to_open - 1
             else:
                 self._open()
 
