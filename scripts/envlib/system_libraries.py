@@ -31,7 +31,7 @@ class LibraryError(Exception):
 
 
 def provide_libraries(root: Path) -> None:
-    """Have the libraries in a clone's folder, or say why not: without them the tests of Mooncake skip, or fail on CI."""
+    """Have the libraries in a clone's folder, or say why not: without them tests of Mooncake skip, or fail on CI."""
     try:
         packages = ensure_libraries(root / FOLDER)
     except LibraryError as error:

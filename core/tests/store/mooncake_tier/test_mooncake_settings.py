@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
 import pytest
@@ -15,10 +14,17 @@ WHERE = MooncakeSettings(mooncake_master="127.0.0.1:1")
 
 
 @pytest.fixture
-def no_client(monkeypatch):
-    """Forget Mooncake's client for the test's time."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "mooncake"]:
-        monkeypatch.delitem(sys.modules, name)
+def no_client():
+    """Forget Mooncake's client for the test's time, and afterwards what the test took for it."""
+
+    def take_out():
+        names = [name for name in sys.modules if name.partition(".")[0] == "mooncake"]
+        return {name: sys.modules.pop(name) for name in names}
+
+    client = take_out()
+    yield
+    take_out()
+    sys.modules.update(client)
 
 
 def test_the_master_must_be_named():
@@ -45,9 +51,9 @@ def test_this_machines_address_is_the_one_towards_the_master():
     assert own_address("127.0.0.1:50051") == "127.0.0.1"
 
 
-def test_a_missing_client_is_one_sentence_with_the_pip_command(monkeypatch, no_client):
+def test_a_missing_client_is_one_sentence_with_the_pip_command(no_client):
     """Without Mooncake's client the tier can't be made; importing it isn't tried before."""
-    monkeypatch.setitem(sys.modules, "mooncake", None)
+    sys.modules["mooncake"] = None
     with pytest.raises(ConfigError, match=r"^[^.]*: pip install 'kvplug\[mooncake\]'$"):
         MooncakeTier(WHERE)
 
@@ -76,22 +82,15 @@ def test_a_client_that_is_broken_otherwise_shows_its_own_error(monkeypatch, no_c
 
 def test_mooncakes_limits_follow_the_timeout_unless_the_user_set_them(monkeypatch):
     """Mooncake reads its limits from variables: those that are set stay, those set here change with the time-out."""
-    names = [name for name in os.environ if name.startswith("MC_")]
-    for name in names:
-        monkeypatch.delenv(name)
+    # A copy, so that what is set there doesn't outlive the test.
+    environment = {"MC_RPC_TIMEOUT_MS": "77"}
     monkeypatch.setattr(library, "_ours", {})
-    monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "77")
-    for name in ("MC_RPC_CONNECT_TIMEOUT_MS", "MC_TCP_ADMISSION_TIMEOUT_MS", "MC_TCP_PROGRESS_TIMEOUT_SEC"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    for name in ("MC_TCP_STATUS_TIMEOUT_SEC", "MC_STORE_CLIENT_SETUP_RETRIES"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
+    monkeypatch.setattr(library.os, "environ", environment)
     library.bound_calls(0.3)
-    assert os.environ["MC_RPC_TIMEOUT_MS"] == "77"
-    assert os.environ["MC_RPC_CONNECT_TIMEOUT_MS"] == "300"
-    assert os.environ["MC_TCP_PROGRESS_TIMEOUT_SEC"] == "1"
+    assert environment["MC_RPC_TIMEOUT_MS"] == "77"
+    assert environment["MC_RPC_CONNECT_TIMEOUT_MS"] == "300"
+    assert environment["MC_TCP_PROGRESS_TIMEOUT_SEC"] == "1"
     library.bound_calls(2.5)
-    assert os.environ["MC_RPC_TIMEOUT_MS"] == "77"
-    assert os.environ["MC_RPC_CONNECT_TIMEOUT_MS"] == "2500"
-    assert os.environ["MC_TCP_PROGRESS_TIMEOUT_SEC"] == "3"
+    assert environment["MC_RPC_TIMEOUT_MS"] == "77"
+    assert environment["MC_RPC_CONNECT_TIMEOUT_MS"] == "2500"
+    assert environment["MC_TCP_PROGRESS_TIMEOUT_SEC"] == "3"
