@@ -13,7 +13,16 @@ import threading
 
 import numpy as np
 
-__all__ = ["PAGE", "is_aligned", "read_buffered", "read_cached", "read_direct", "write_buffered", "write_direct"]
+__all__ = [
+    "PAGE",
+    "is_aligned",
+    "read_buffered",
+    "read_cached",
+    "read_direct",
+    "write_buffered",
+    "write_direct",
+    "write_over",
+]
 
 #: What direct reads and writes are aligned to, and multiples of. Disks may ask for less, hardly any for more.
 PAGE = 4096
@@ -52,6 +61,19 @@ def write_buffered(descriptor: int, value: memoryview) -> None:
     done = 0
     while done < len(value):
         done += os.pwrite(descriptor, value[done:], done)
+
+
+def write_over(descriptor: int, value: memoryview) -> None:
+    """Write a file, from its beginning, that already has a value of the same length.
+
+    In whole pages: for a part of one, the rest would have to be read from the disk.
+    """
+    write_buffered(descriptor, value[: len(value) - len(value) % PAGE])
+    if len(value) % PAGE:
+        page, whole = _page(), len(value) - len(value) % PAGE
+        page[: len(value) - whole] = value[whole:]
+        os.pwrite(descriptor, page, whole)
+        os.ftruncate(descriptor, len(value))
 
 
 def read_direct(descriptor: int, buffer: memoryview) -> int:

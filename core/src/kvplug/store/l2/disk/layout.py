@@ -78,12 +78,14 @@ class Value:
         used_ns: When it was last used, in nanoseconds since the epoch.
         path: The file.
         charge: Bytes that it takes.
+        size: Its length in bytes.
 
     """
 
     used_ns: int
     path: str
     charge: int
+    size: int
 
 
 class Layout:
@@ -143,7 +145,7 @@ class Layout:
                         continue
                     if stat.S_ISREG(status.st_mode):
                         taken = charge(status.st_size, status.st_blocks)
-                        values.append(Value(status.st_mtime_ns, entry.path, taken))
+                        values.append(Value(status.st_mtime_ns, entry.path, taken, status.st_size))
             directory = os.stat(path).st_blocks * 512
         except FileNotFoundError:
             return None

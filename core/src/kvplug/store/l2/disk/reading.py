@@ -17,7 +17,7 @@ from kvplug.store.l2.disk import files
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["MISSES", "Reader", "mark", "size_of"]
+__all__ = ["LONGEST_READ", "MISSES", "Reader", "mark", "size_of"]
 
 #: What isn't a regular file (somebody else's link, directory, pipe) is not followed, not waited for, and a miss.
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -25,6 +25,9 @@ MISSES = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENXIO, e
 
 #: A value that was used is marked so if its last mark is older, in nanoseconds: a mark writes to the disk.
 _MARK_NS = 1_000_000_000
+
+#: Seconds after which a file that was opened may be another value's.
+LONGEST_READ = 5.0
 
 #: Files that the kernel is asked to read ahead of the one that is waited for, and their bytes.
 _AHEAD = 8
@@ -55,7 +58,7 @@ class _File:
 
     descriptor: int = -1
     size: int = 0
-    marked_ns: int = 0
+    opened: float = 0.0
 
 
 class Reader:
@@ -96,9 +99,7 @@ class Reader:
             if file.descriptor < 0:
                 return None
             length = self._read(file, index)
-            if not 0 <= time.time_ns() - file.marked_ns < _MARK_NS:
-                mark(file.descriptor)
-            return length
+            return length if time.monotonic() - file.opened < LONGEST_READ else None
         finally:
             self._opened.popleft()
             if file.descriptor >= 0:
@@ -118,7 +119,11 @@ class Reader:
         try:
             status = os.fstat(descriptor)
             if stat.S_ISREG(status.st_mode) and status.st_size <= len(self._buffers[index]):
-                return _File(descriptor, status.st_size, status.st_mtime_ns)
+                # Before it is read: so nobody takes it for one that can be written over.
+                opened = time.monotonic()
+                if not 0 <= time.time_ns() - status.st_mtime_ns < _MARK_NS:
+                    mark(descriptor)
+                return _File(descriptor, status.st_size, opened)
         except OSError:
             os.close(descriptor)
             raise

@@ -16,11 +16,12 @@ import random
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any, Protocol
 
 from kvplug.store.l2.disk.layout import Layout, Value, charge_of, overhead, reserved, shards_for
 from kvplug.store.l2.disk.ledger import Counts, Ledger, ledger_bytes
 
-__all__ = ["Space", "pause"]
+__all__ = ["Reuse", "Space", "pause"]
 
 #: Shards are read at random until so many values were seen, or so many shards read, and the oldest of them go.
 _SEEN_VALUES = 16
@@ -34,9 +35,19 @@ _EVICTED_AT_ONCE = 256
 _PATROL_SECONDS = 1.0
 _NEVER = float("-inf")
 #: Seconds for which the ledger is locked in one go while shards are counted, or a lot is evicted.
-_LOCKED_SECONDS = 0.05
+_LOCKED_SECONDS = 0.25
 #: Seconds in which others may have it, in between.
 _PAUSE_SECONDS = 5e-3
+
+
+class Reuse(Protocol):
+    """Takes over files of evicted values."""
+
+    #: What was taken over.
+    files: list[Any]
+
+    def take(self, counts: Counts, value: Value, shard: int) -> bool:
+        """Take a value's file over, from its shard, and write that down; False to have it removed."""
 
 
 class Space:
@@ -168,18 +179,26 @@ class Space:
                 return False
             time.sleep(_PAUSE_SECONDS)
 
-    def make_room(self, counts: Counts, nbytes: int, until: float) -> bool:
-        """Evict until there is room for `nbytes`, or it is time for a pause, and return whether there is."""
+    def make_room(self, counts: Counts, nbytes: int, until: float, reuse: Reuse | None = None) -> bool:
+        """Evict until there is room for `nbytes`, or it is time for a pause, and return whether there is.
+
+        Args:
+            counts: The ledger.
+            nbytes: Bytes that are wanted.
+            until: When to end, of `time.monotonic`.
+            reuse: Takes over the files of evicted values, which are removed otherwise. What it took counts as room.
+
+        """
         if counts.bytes_in(counts.shards) + nbytes > self.limit:
             self.sweep(counts)
             if counts.bytes_in(counts.shards) + nbytes > self.limit:
                 return False  # others are writing that much: nothing that can be evicted would help
-        while counts.used + nbytes > self.limit:
-            if time.monotonic() >= until or not self._evict(counts):
+        while counts.used + nbytes > self.limit and not (reuse and reuse.files):
+            if time.monotonic() >= until or not self._evict(counts, reuse):
                 return False
         return True
 
-    def _evict(self, counts: Counts) -> bool:
+    def _evict(self, counts: Counts, reuse: Reuse | None = None) -> bool:
         """Read a few shards, count them anew, and evict the oldest of what they hold; False if all are empty.
 
         May end without having evicted anything, where a shard held less than was thought.
@@ -198,7 +217,8 @@ class Space:
             return True
         number = min(max(1, len(seen) // _EVICTED_SHARE), _EVICTED_AT_ONCE)
         for value, shard in heapq.nsmallest(number, seen):
-            self._unlink(counts, shard, value.path, value.charge)
+            if reuse is None or not reuse.take(counts, value, shard):
+                self._unlink(counts, shard, value.path, value.charge)
         return True
 
     def _unlink(self, counts: Counts, shard: int, path: str, taken: int) -> None:

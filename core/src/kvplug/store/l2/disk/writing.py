@@ -12,14 +12,15 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
 from kvplug.store.l2.disk import files
-from kvplug.store.l2.disk.layout import charge, charge_of, reserved
+from kvplug.store.l2.disk.layout import Value, charge, charge_of, reserved
 from kvplug.store.l2.disk.ledger import Counts
-from kvplug.store.l2.disk.reading import mark
+from kvplug.store.l2.disk.reading import LONGEST_READ, mark
 from kvplug.store.l2.disk.space import Space, pause
 
 __all__ = ["Writer"]
@@ -31,6 +32,9 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _TOGETHER = 16
 _TOGETHER_BYTES = 32 << 20
 _TOGETHER_SHARE = 8
+
+#: A file that nobody has begun to read for so long isn't being read: whoever takes so long doesn't use what it read.
+_IDLE_NS = int(2 * LONGEST_READ * 1e9)
 
 Item = tuple[bytes, memoryview]
 
@@ -46,6 +50,7 @@ class _Temporary:
     path: str
     descriptor: int
     charge: int
+    reused: bool = False
 
 
 @dataclass
@@ -64,6 +69,36 @@ class _Group:
     temporaries: list[_Temporary] = field(default_factory=list)
     written: int = 0
     full: bool = False
+
+
+@dataclass
+class _Reuse:
+    """Files of evicted values, to be written over.
+
+    Making and removing files is what costs most beside the bytes: where thousands were removed a short time ago, ext4
+    takes longer to make one than to write a block to it. So if a value was evicted whose length is right, its file is
+    taken, unless somebody may still be reading it.
+
+    Attributes:
+        writer: Makes temporary files of them.
+        size: Bytes of the values to be written.
+        most: How many files can be used.
+        files: What was taken.
+
+    """
+
+    writer: Writer
+    size: int
+    most: int
+    files: list[_Temporary] = field(default_factory=list)
+
+    def take(self, counts: Counts, value: Value, shard: int) -> bool:
+        """Take a file over, if it is of use."""
+        idle = time.time_ns() - value.used_ns
+        if value.size != self.size or idle < _IDLE_NS or len(self.files) >= self.most:
+            return False
+        self.files.append(self.writer.take_over(counts, value, shard))
+        return True
 
 
 class Writer:
@@ -116,7 +151,7 @@ class Writer:
         try:
             self._reserve(group, deadline)
             for (_, value), temporary in zip(group.items, group.temporaries, strict=False):
-                self._fill(temporary.descriptor, value)
+                self._fill(temporary, value)
                 group.written += 1
                 self._check(deadline)
         except OSError as error:
@@ -148,16 +183,44 @@ class Writer:
         later calls go on.
         """
         space = self._space
-        with space.ledger.locked(deadline) as counts:
+        reuse = _Reuse(self, 0, 0)
+        with ExitStack() as at_end, space.ledger.locked(deadline) as counts:
+            at_end.callback(lambda: self._abandon(reuse.files))
             space.patrol(counts)
             until = pause(deadline)
             if not space.count_unknown(counts, until):
                 return
-            for _, value in group.items:
-                nbytes = reserved(len(value))
-                if not space.make_room(counts, nbytes, until):
-                    return
-                group.temporaries.append(self._new_file(counts, nbytes))
+            for index, (_, value) in enumerate(group.items):
+                if not reuse.files or reuse.size != len(value):
+                    self._abandon(reuse.files)
+                    reuse.files, reuse.size, reuse.most = [], len(value), len(group.items) - index
+                    if not space.make_room(counts, reserved(len(value)), until, reuse):
+                        return
+                if reuse.files:
+                    group.temporaries.append(reuse.files.pop())
+                else:
+                    group.temporaries.append(self._new_file(counts, reserved(len(value))))
+
+    def take_over(self, counts: Counts, value: Value, shard: int) -> _Temporary:
+        """Make a temporary file of a value's. It takes as much as before, and so needs no room."""
+        path = self._space.layout.new_temporary(value.charge)
+        counts.add(counts.shards, value.charge, 1)
+        try:
+            os.rename(value.path, path)
+            descriptor = self._lock(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        except OSError:
+            self._space.look_soon()
+            raise
+        counts.add(shard, -value.charge, -1)
+        return _Temporary(path, descriptor, value.charge, reused=True)
+
+    def _lock(self, descriptor: int) -> int:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            raise
+        return descriptor
 
     def _new_file(self, counts: Counts, nbytes: int) -> _Temporary:
         layout = self._space.layout
@@ -170,21 +233,20 @@ class Writer:
             except FileNotFoundError:  # directories were deleted from outside
                 layout.make()
                 descriptor = os.open(path, flags, 0o600)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                os.close(descriptor)
-                raise
+            self._lock(descriptor)
         except OSError:
             self._space.look_soon()
             raise
         return _Temporary(path, descriptor, nbytes)
 
-    def _fill(self, descriptor: int, value: memoryview) -> None:
+    def _fill(self, temporary: _Temporary, value: memoryview) -> None:
+        descriptor = temporary.descriptor
         if self._direct and files.is_aligned(value):
             flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
             fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
             files.write_direct(descriptor, value)
+        elif temporary.reused:
+            files.write_over(descriptor, value)
         else:
             files.write_buffered(descriptor, value)
 
