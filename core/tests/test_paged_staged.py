@@ -209,3 +209,23 @@ def test_odd_alignments_are_copied_exactly(offset):
     assert slab.view(1).tobytes() == block.numpy().tobytes()
     copier.scatter(slab, [1], [9])
     assert torch.equal(tensor[9], block)
+
+
+@pytest.mark.parametrize("staging_blocks", [0, 3])
+def test_slots_with_headers_are_copied_whole(staging_blocks):
+    """Blocks come back as they were from slots with headers, in large copies, also where only one slot can be staged."""
+    log, stream, copier, _, tensors = _setup(staging_blocks=staging_blocks)
+    slab = Slab(12, sum(tensor[:, 0].nbytes for tensor in tensors), header_bytes=64)
+    before = [tensor.clone() for tensor in tensors]
+    with RecordingMode(log, stream):
+        copier.gather([3, 4, 7], slab, [5, 6, 1])
+    for slot, block in ((5, 3), (6, 4), (1, 7)):
+        payload = b"".join(tensor[:, block].numpy().tobytes() for tensor in tensors)
+        assert bytes(slab.value_view(slot)[64:]) == payload
+    for tensor in tensors:
+        tensor.zero_()
+    with RecordingMode(log, stream):
+        copier.scatter(slab, [5, 6, 1], [3, 4, 7])
+    for tensor, old in zip(tensors, before, strict=True):
+        assert (tensor[:, [3, 4, 7]] == old[:, [3, 4, 7]]).all()
+        assert not tensor[:, [0, 1, 2, 5, 6, 8, 9]].any()

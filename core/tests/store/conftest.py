@@ -4,4 +4,4 @@ from __future__ import annotations
 
 import pytest
 
-pytest.register_assert_rewrite("tier_contract", "tiers")
+pytest.register_assert_rewrite("policy_models", "tier_contract", "tiers")

@@ -91,11 +91,11 @@ class _RecordingPolicy(LRU):
     def __init__(self, num_slots):
         super().__init__(num_slots)
         self.log = []
+        for name in ("added", "hit", "pinned", "unpinned", "removed", "victim", "clear"):
+            setattr(self, name, self._recorded(name, getattr(self, name)))
 
-    def __getattribute__(self, name):
-        if name in {"added", "hit", "pinned", "unpinned", "removed", "victim", "clear"}:
-            self.log.append(name)
-        return super().__getattribute__(name)
+    def _recorded(self, name, method):
+        return lambda *args: self.log.append(name) or method(*args)
 
 
 def test_a_policy_is_told_of_everything():

@@ -117,3 +117,28 @@ def test_closing_gives_the_memory_back():
     assert tier.allocator.prefix_length([b"a"]) == 0
     with pytest.raises(ValueError, match="closed"):
         tier.slab.view(0)
+
+
+@pytest.mark.parametrize("policy", ["fifo", "lru", "s3fifo"])
+def test_i5_a_tier_full_of_blocks_that_are_read_refuses_and_serves(policy):
+    """While every block is being read, nothing is stored, nothing is lost, and reading goes on."""
+    tier = MemoryTier.with_capacity(4 << 16, 1 << 16, policy=policy)
+    keys = [b"a", b"b", b"c", b"d"]
+    _save(tier, keys, 1)
+    with tier.reading(keys) as slots:
+        assert _save(tier, [b"e", b"f"], 2) == [None, None]
+        with tier.reading(keys) as again:
+            assert again == slots
+        assert all((tier.slab.view(slot) == 1).all() for slot in slots)
+    assert None not in _save(tier, [b"e", b"f"], 2)
+    tier.close()
+
+
+def test_headers_are_part_of_the_capacity():
+    """A tier whose slots have headers takes no more memory than it was given."""
+    tier = MemoryTier.with_capacity(1_000_000, 100_000, header_bytes=64)
+    assert tier.slab.header_bytes == 64
+    assert tier.capacity_bytes <= 1_000_000
+    assert len(tier.slab.value_view(0)) == 100_064
+    with pytest.raises(ConfigError, match="which takes 100096 bytes"):
+        MemoryTier.with_capacity(99_999, 100_000, header_bytes=64)

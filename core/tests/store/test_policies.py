@@ -5,10 +5,13 @@ from __future__ import annotations
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from policy_models import GhostsModel
 
 from kvplug.errors import ConfigError
-from kvplug.store import LRU, make_policy, policy_names, register_policy
-from kvplug.store.policies import SlotQueue
+from kvplug.store import FIFO, LRU, S3FIFO, Allocator, make_policy, policy_names, register_policy
+from kvplug.store.policies import GhostQueue, SlotQueue
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -71,3 +74,119 @@ def test_policies_are_chosen_by_name(monkeypatch):
         make_policy("lfu", 3)
     with pytest.raises(ValueError, match="is LRU already"):
         register_policy("lru")(MRU)
+
+
+def test_the_policies_that_settings_name():
+    """Settings may say fifo, lru and s3fifo."""
+    assert policy_names() == ["fifo", "lru", "s3fifo"]
+    assert [type(make_policy(name, 1)) for name in policy_names()] == [FIFO, LRU, S3FIFO]
+
+
+def _with(policy, num_slots):
+    for slot in range(num_slots):
+        policy.added(slot, b"key-%d" % slot)
+    return policy
+
+
+def test_fifo_evicts_what_was_stored_first():
+    """Uses and pins change nothing of the order; what was pinned when it was next goes as soon as it may."""
+    fifo = _with(FIFO(6), 6)
+    fifo.hit(0)
+    fifo.pinned(0)
+    fifo.unpinned(0)
+    fifo.pinned(1)
+    fifo.pinned(2)
+    fifo.removed(3)
+    assert [fifo.victim(), fifo.victim()] == [0, 4]
+    fifo.unpinned(2)
+    fifo.unpinned(1)
+    assert [fifo.victim(), fifo.victim(), fifo.victim(), fifo.victim()] == [2, 1, 5, None]
+
+
+def test_s3fifo_keeps_what_is_used_through_a_scan():
+    """Entries that were used stay, while ten times as many as there are slots are stored once each."""
+    s3fifo = _with(S3FIFO(20), 20)
+    for slot in (3, 7, 11):
+        s3fifo.hit(slot)
+    for number in range(200):
+        s3fifo.added(s3fifo.victim(), b"scan-%d" % number)
+    left = [s3fifo.victim() for _ in range(20)]
+    assert {3, 7, 11} <= set(left)
+    assert s3fifo.victim() is None
+
+
+def test_s3fifo_knows_what_it_evicted():
+    """What is stored again soon after it was evicted outlives what is new; after a clear nobody is known."""
+    for clear in (False, True):
+        s3fifo = _with(S3FIFO(20), 20)
+        slot = s3fifo.victim()
+        if clear:
+            s3fifo.clear()
+            _with(s3fifo, 0)
+        s3fifo.added(slot, b"key-%d" % slot)
+        others = [other for other in range(20) if other != slot]
+        if clear:
+            for other in others:
+                s3fifo.added(other, b"key-%d" % other)
+        order = [s3fifo.victim() for _ in range(20)]
+        assert order.index(slot) == (0 if clear else 18)  # the last new one stays in the small queue
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 7])
+def test_ghosts_are_the_last_so_many(capacity):
+    """Whatever is added and discarded, and however fingerprints collide, what is known is what a list would have."""
+    fingerprints = [number << 8 | number % 3 for number in range(-9, 9)]
+
+    @settings(max_examples=40, deadline=None, database=None)
+    @given(st.lists(st.tuples(st.booleans(), st.sampled_from(fingerprints)), min_size=20, max_size=200))
+    def check(steps):
+        ghosts, model = GhostQueue(capacity), GhostsModel(capacity)
+        for add, fingerprint in steps:
+            if add:
+                ghosts.add(fingerprint)
+                model.add(fingerprint)
+            else:
+                assert ghosts.discard(fingerprint) == model.discard(fingerprint)
+            assert len(ghosts) == len(model) <= capacity
+            assert [item in ghosts for item in fingerprints] == [item in model for item in fingerprints]
+
+    check()
+
+
+@pytest.fixture
+def pops(monkeypatch):
+    """Return the list to which every step of a search for a victim is added."""
+    steps = []
+    pop = SlotQueue.pop
+    monkeypatch.setattr(SlotQueue, "pop", lambda queue: steps.append(queue) or pop(queue))
+    return steps
+
+
+@pytest.mark.parametrize("name", ["fifo", "lru", "s3fifo"])
+def test_i5_a_tier_full_of_pinned_entries_is_not_searched(name, pops):
+    """Refusing costs nothing, and however often a victim is looked for, each pin is stepped over once."""
+    size = 500
+    allocator = Allocator(size, make_policy(name, size))
+    keys = [b"%d" % number for number in range(size)]
+    allocator.publish(allocator.reserve(keys))
+    pinned = allocator.pin_prefix(keys)
+    for number in range(10):
+        assert allocator.reserve([b"new-%d" % number, b"newer"]) == [None, None]
+    assert len(pops) <= 20
+    assert allocator.refused == 20
+    allocator.unpin(pinned[:1])
+    for number in range(10):
+        allocator.publish(allocator.reserve([b"new-%d" % number]))
+    assert allocator.evictions == 10
+    assert len(pops) <= 20 + 2 * (size + 10)
+
+
+@pytest.mark.parametrize("size", [10, 10_000])
+def test_s3fifo_evicts_in_few_steps_where_everything_was_used(size, pops):
+    """One eviction passes over a few used entries, and not over all of them three times."""
+    s3fifo = _with(S3FIFO(size), size)
+    for slot in range(size):
+        for _ in range(3):
+            s3fifo.hit(slot)
+    assert s3fifo.victim() is not None
+    assert len(pops) <= 5

@@ -5,11 +5,9 @@ from __future__ import annotations
 import gc
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 from kvplug.errors import KvplugError
 from kvplug.store import Slab
@@ -118,49 +116,6 @@ def test_a_closed_slab_is_closed():
         _ = slab.tensor
 
 
-class _Cudart:
-    def __init__(self, error=0):
-        self.error = error
-        self.calls = []
-
-    def cudaHostRegister(self, address, nbytes, flags):
-        self.calls.append(("register", address, nbytes, flags))
-        return self.error
-
-    def cudaHostUnregister(self, address):
-        self.calls.append(("unregister", address))
-        return 0
-
-
-def test_pinning_registers_all_memory_in_one_piece(monkeypatch):
-    """A pinned slab is registered once, as a whole, and unregistered once, before its memory goes."""
-    cudart = _Cudart()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    slab = Slab(3, 5000, pin=True)
-    address = slab.address(0)
-    assert slab.pinned
-    slab.close()
-    slab.close()
-    assert cudart.calls == [("register", address, slab.nbytes, 0), ("unregister", address)]
-    assert not slab.pinned
-
-
-def test_memory_that_cannot_be_pinned_is_an_error(monkeypatch):
-    """An error code of CUDA is an error that names the bytes and the remedy, and nothing is unregistered."""
-    cudart = _Cudart(error=2)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    with pytest.raises(KvplugError, match=r"Can't pin 4096 bytes .*ulimit -l"):
-        Slab(1, 64, pin=True)
-    assert [call[0] for call in cudart.calls] == ["register"]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_pinning_without_cuda_is_an_error():
-    """Without CUDA, pinning fails with a clear error."""
-    with pytest.raises(KvplugError, match="Can't pin"):
-        Slab(1, 64, pin=True)
-
-
 def test_a_slab_needs_no_torch():
     """Slab and allocator work in a process that never imports torch."""
     import subprocess
@@ -172,20 +127,50 @@ def test_a_slab_needs_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_kernels_without_huge_pages_will_do(monkeypatch):
-    """The advice about huge pages may be refused."""
-    import mmap
+@pytest.mark.parametrize("header_bytes", [1, 64, 4096])
+def test_a_header_stands_in_front_of_each_payload(header_bytes):
+    """A value is header and payload in one piece; all else speaks of payloads, which headers don't touch."""
+    slab = Slab(5, 3000, header_bytes=header_bytes)
+    for slot in range(5):
+        slab.view(slot)[:] = slot + 1
+    for slot in range(5):
+        value = slab.value_view(slot)
+        assert (value.format, value.contiguous, value.readonly, len(value)) == ("B", True, False, header_bytes + 3000)
+        assert bytes(value[header_bytes:]) == bytes([slot + 1]) * 3000
+        value[:header_bytes] = bytes([200]) * header_bytes
+    for slot in range(5):
+        assert slab.address(slot) == slab.view(slot).ctypes.data
+        assert (slab.view(slot) == slot + 1).all()
+        assert (slab.rows[slot, :3000] == slot + 1).all()
+        assert (slab.tensor[slot, :3000] == slot + 1).all()
+        assert (slab.field(10, (2, 5))[slot] == slot + 1).all()
+        assert (slab.slots_tensor[slot, :header_bytes] == 200).all()
+    assert np.shares_memory(slab.field(10, (2, 5)), slab.rows)
+    assert slab.slots_tensor.is_contiguous()
+    with pytest.raises(IndexError, match=r"not in 0\.\.4"):
+        slab.value_view(5)
+    slab.close()
 
-    class Memory(mmap.mmap):
-        def madvise(self, *args):
-            raise OSError(22, "Invalid argument")
 
-    module = SimpleNamespace(
-        mmap=Memory,
-        MAP_PRIVATE=mmap.MAP_PRIVATE,
-        MAP_ANONYMOUS=mmap.MAP_ANONYMOUS,
-        MADV_HUGEPAGE=14,
-        PAGESIZE=mmap.PAGESIZE,
-    )
-    monkeypatch.setattr("kvplug.store.host_memory.mmap", module)
-    Slab(1, 64).view(0)[:] = 1
+@pytest.mark.parametrize("slot_bytes", [1, 100, 6400, 49152, 409_600, 1 << 20, 3_000_001])
+def test_headers_cost_their_size_and_padding_one_percent(slot_bytes):
+    """With a header, slots are aligned as they are without: to pages where that costs at most 1 %."""
+    stride = slot_stride(slot_bytes, 64)
+    assert slot_bytes + 64 <= stride <= slot_bytes * 1.01 + 64
+    if slot_bytes >= 100 * 4096:
+        assert stride % 4096 == 0
+    elif slot_bytes >= 100 * 64:
+        assert stride % 64 == 0
+
+
+def test_all_memory_is_one_memoryview():
+    """Tiers that register memory get all of it; a view that is still held doesn't keep a slab from closing."""
+    slab = Slab(3, 5000, header_bytes=64)
+    memory, value = slab.memory, slab.value_view(2)
+    assert (memory.format, memory.contiguous, len(memory)) == ("B", True, slab.nbytes)
+    memory[2 * slab.slot_stride] = 7
+    slab.close()
+    assert value[0] == 7
+    for use in (lambda: slab.memory, lambda: slab.value_view(0), lambda: slab.slots_tensor):
+        with pytest.raises(ValueError, match="closed"):
+            use()

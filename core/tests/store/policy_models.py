@@ -1,0 +1,142 @@
+"""Eviction policies in the plainest way: lists, searched from end to end."""
+
+from __future__ import annotations
+
+
+class LRUModel:
+    """What was used longest ago is first in one list; what is pinned isn't in it."""
+
+    def __init__(self, capacity):
+        self.order = []
+
+    def added(self, entry):
+        self.order.append(entry)
+
+    def hit(self, entry):
+        if entry in self.order:
+            self.removed(entry)
+            self.order.append(entry)
+
+    def pinned(self, entry):
+        self.order.remove(entry)
+
+    def unpinned(self, entry):
+        self.order.append(entry)
+
+    def removed(self, entry):
+        self.order = [other for other in self.order if other is not entry]
+
+    def victim(self):
+        return self.order.pop(0) if self.order else None
+
+    def clear(self):
+        self.order.clear()
+
+
+class _QueuesModel:
+    """Several lists. What is pinned keeps its place until it is first in one."""
+
+    def __init__(self, *names):
+        self.queues = {name: [] for name in names}
+
+    def __contains__(self, entry):
+        return any(other is entry for queue in self.queues.values() for other in queue)
+
+    def hit(self, entry):
+        entry.uses = min(3, entry.uses + 1)
+
+    def pinned(self, entry):
+        pass
+
+    def removed(self, entry):
+        for name, queue in self.queues.items():
+            self.queues[name] = [other for other in queue if other is not entry]
+
+    def has_candidate(self):
+        return any(not entry.pins for queue in self.queues.values() for entry in queue)
+
+    def clear(self):
+        for queue in self.queues.values():
+            queue.clear()
+
+
+class FIFOModel(_QueuesModel):
+    def __init__(self, capacity):
+        super().__init__("overdue", "order")
+
+    def added(self, entry):
+        self.queues["order"].append(entry)
+
+    def unpinned(self, entry):
+        if entry not in self:
+            self.queues["overdue"].append(entry)
+
+    def victim(self):
+        while self.has_candidate():
+            entry = (self.queues["overdue"] or self.queues["order"]).pop(0)
+            if not entry.pins:
+                return entry
+        return None
+
+
+class GhostsModel:
+    """The last so many that were added, each in the place of its last addition."""
+
+    def __init__(self, capacity):
+        self.capacity = capacity
+        self.added = []
+
+    def __len__(self):
+        return len(self.added) - self.added.count(None)
+
+    def __contains__(self, item):
+        return item in self.added
+
+    def add(self, item):
+        self.discard(item)
+        self.added = [*self.added, item][-self.capacity :]
+
+    def discard(self, item):
+        found = item in self.added
+        self.added = [None if other == item else other for other in self.added]
+        return found
+
+
+class S3FIFOModel(_QueuesModel):
+    def __init__(self, capacity):
+        super().__init__("small", "main")
+        self.target = max(1, capacity // 10)
+        self.ghosts = GhostsModel(max(1, capacity - self.target))
+
+    def added(self, entry):
+        entry.uses = 0
+        self.queues["main" if self.ghosts.discard(entry.key) else "small"].append(entry)
+
+    def unpinned(self, entry):
+        if entry not in self:
+            self.queues["main"].append(entry)
+
+    def victim(self):
+        spared = 0
+        while self.has_candidate():
+            small, main = self.queues["small"], self.queues["main"]
+            from_small = len(small) >= self.target or not main
+            entry = (small if from_small else main).pop(0)
+            if entry.pins:
+                continue
+            if entry.uses and spared < 4:
+                spared += 1
+                entry.uses = 0 if from_small else entry.uses - 1
+                main.append(entry)
+                continue
+            if from_small:
+                self.ghosts.add(entry.key)
+            return entry
+        return None
+
+    def clear(self):
+        super().clear()
+        self.ghosts.added.clear()
+
+
+POLICY_MODELS = {"fifo": FIFOModel, "lru": LRUModel, "s3fifo": S3FIFOModel}
