@@ -213,7 +213,7 @@ def test_odd_alignments_are_copied_exactly(offset):
 
 @pytest.mark.parametrize("staging_blocks", [0, 3])
 def test_slots_with_headers_are_copied_whole(staging_blocks):
-    """Blocks come back as they were from slots with headers, in large copies, also where only one slot can be staged."""
+    """Blocks come back as they were from slots with headers, also where only one slot can be staged."""
     log, stream, copier, _, tensors = _setup(staging_blocks=staging_blocks)
     slab = Slab(12, sum(tensor[:, 0].nbytes for tensor in tensors), header_bytes=64)
     before = [tensor.clone() for tensor in tensors]
