@@ -74,7 +74,8 @@ class TieredStore:
             stats,
             policy=write_policy,
             min_hits=min_hits,
-            max_bytes=min(write_bytes, share),
+            # Evicted blocks are written from copies.
+            max_bytes=write_bytes if write_policy == "evicted" else min(write_bytes, share),
             renew=renew,
         )
         self._loader = Loader(memory, clients, self._writer, stats, prefetch_bytes=min(prefetch_bytes, share))
