@@ -20,7 +20,6 @@ __all__ = [
     "read_cached",
     "read_direct",
     "write_buffered",
-    "write_direct",
     "write_over",
 ]
 
@@ -64,50 +63,44 @@ def write_buffered(descriptor: int, value: memoryview) -> None:
 
 
 def write_over(descriptor: int, value: memoryview) -> None:
-    """Write a file, from its beginning, that already has a value of the same length.
+    """Write a file, from its beginning, in whole pages, and cut it to the value's length.
 
-    In whole pages: for a part of one, the rest would have to be read from the disk.
+    That is what direct writes have to do, from aligned memory. It is also the way to write over what is on the disk
+    already: for a part of a page, the rest of it would be read first.
     """
-    write_buffered(descriptor, value[: len(value) - len(value) % PAGE])
-    if len(value) % PAGE:
-        page, whole = _page(), len(value) - len(value) % PAGE
-        page[: len(value) - whole] = value[whole:]
-        os.pwrite(descriptor, page, whole)
+    end = len(value) % PAGE
+    whole = len(value) - end
+    page = _page()
+    page[:end] = value[whole:]
+    done, total = 0, whole + (PAGE if end else 0)
+    while done < total:
+        parts = [value[done:whole], page] if end else [value[done:]]
+        count = os.pwritev(descriptor, parts, done) if done < whole else os.pwrite(descriptor, page, done)
+        if count % PAGE:  # direct writes can't go on there
+            raise OSError(errno.EIO, "a write ended within a page")
+        done += count
+    if end:
         os.ftruncate(descriptor, len(value))
 
 
 def read_direct(descriptor: int, buffer: memoryview) -> int:
     """Read a file that was opened with O_DIRECT into aligned memory, and return how many bytes there were."""
-    page = _page()
     end = len(buffer) % PAGE
     whole = len(buffer) - end
+    page = _page()
     done = 0
-    while done < whole:
-        count = os.preadv(descriptor, [buffer[done:whole]], done)
+    while done < len(buffer):
+        if done < whole:
+            count = os.preadv(descriptor, [buffer[done:whole], page] if end else [buffer[done:]], done)
+        else:
+            count = os.preadv(descriptor, [page], done)
+        if done + count > whole:
+            count = min(count, len(buffer) - done)
+            buffer[whole : done + count] = page[: done + count - whole]
         done += count
         if count == 0 or done % PAGE:
-            return done  # the file ends here
-    if end:
-        count = min(os.preadv(descriptor, [page], done), end)
-        buffer[done : done + count] = page[:count]
-        done += count
+            break  # the file ends here
     return done
-
-
-def write_direct(descriptor: int, value: memoryview) -> None:
-    """Write a file opened with O_DIRECT, from aligned memory."""
-    page = _page()
-    whole = len(value) - len(value) % PAGE
-    done = 0
-    while done < whole:
-        count = os.pwrite(descriptor, value[done:whole], done)
-        done += count - count % PAGE
-        if count < PAGE:  # can't go on in the middle of a page: let the disk say why
-            raise OSError(errno.EIO, "a direct write ended within a page")
-    if whole < len(value):
-        page[: len(value) - whole] = value[whole:]
-        os.pwrite(descriptor, page, whole)
-        os.ftruncate(descriptor, len(value))
 
 
 def _page() -> memoryview:

@@ -241,11 +241,11 @@ class Writer:
 
     def _fill(self, temporary: _Temporary, value: memoryview) -> None:
         descriptor = temporary.descriptor
-        if self._direct and files.is_aligned(value):
+        direct = self._direct and files.is_aligned(value)
+        if direct:
             flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
             fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
-            files.write_direct(descriptor, value)
-        elif temporary.reused:
+        if direct or temporary.reused:
             files.write_over(descriptor, value)
         else:
             files.write_buffered(descriptor, value)
