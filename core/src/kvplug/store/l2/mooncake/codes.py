@@ -28,8 +28,8 @@ TIMED_OUT = -901
 GONE = frozenset({TOO_LONG, NOT_READY, MISSING})
 #: From a write: there is a value with this key.
 KEPT = frozenset({0, EXISTS})
-#: From a write: there is no room, or somebody else is at the key. Nothing is wrong.
-REFUSED = frozenset({NO_SPACE, OTHER_WRITER, NOT_READY, LEASED})
+#: From a write: there is no room, or others write or remove the same key meanwhile. Nothing is wrong.
+REFUSED = frozenset({NO_SPACE, OTHER_WRITER, NOT_READY, MISSING, LEASED})
 #: From a removal: others are at the key, so it stays for a while.
 IN_USE = frozenset({NOT_READY, LEASED})
 
