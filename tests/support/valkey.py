@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -221,7 +222,7 @@ class Cluster:
         until(lambda: all(self.knows(server, len(self.servers)) for server in self.servers))
         for server, master in zip(self.servers[3:], replicas, strict=True):
             server.command("CLUSTER", "REPLICATE", self.id(self.servers[master]))
-            until(lambda server=server: b"master_link_status:up" in server.command("INFO", "replication"))
+            until(partial(self._replicates, server))
         until(lambda: all(b"cluster_state:ok" in self.info(server) for server in self.servers))
         until(lambda: all(self.slots_known(server) for server in self.servers))
 
@@ -251,6 +252,12 @@ class Cluster:
         reply = server.command("CLUSTER", "SLOTS")
         assert isinstance(reply, list)
         return len(reply) == 3
+
+    @staticmethod
+    def _replicates(server: Server) -> bool:
+        reply = server.command("INFO", "replication")
+        assert isinstance(reply, bytes)
+        return b"master_link_status:up" in reply
 
     def kill(self) -> None:
         """Kill all nodes."""

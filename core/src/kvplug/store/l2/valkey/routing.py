@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import select
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TypeAlias
 
 from kvplug.store.l2.tier import TierError
@@ -110,12 +110,15 @@ class Router:
         return deadline.part(_SHARE) if self._topology.clustered else deadline
 
     def _as_they_answer(
-        self, exchanges: Iterable[_UnderWay], deadline: Deadline
+        self, exchanges: Sequence[_UnderWay], deadline: Deadline
     ) -> Iterator[tuple[_UnderWay, Deadline]]:
         """Yield exchanges in the order in which nodes begin to answer, and by when; at last those that don't.
 
         One after the other, a node that hangs would hold up the replies of others until their time has passed, too.
         """
+        if len(exchanges) == 1:
+            yield exchanges[0], self._share(deadline)
+            return
         waiting = {item[0].fileno(): item for item in exchanges}
         answered = select.poll()
         for descriptor in waiting:
