@@ -135,9 +135,8 @@ class _Ours:
         self._slots = slots
         self._number = number
         # Room for one pass: a second one finds the directory full.
-        settings = DiskSettings(
-            disk_path=folder, disk_size=number * (len(slots[0]) + 3 * mmap.PAGESIZE) + _MIB, disk_direct=direct
-        )
+        size = number * (len(slots[0]) + 3 * mmap.PAGESIZE) + _MIB
+        settings = DiskSettings.model_validate({"disk_path": folder, "disk_size": size, "disk_direct": direct})
         self.tier = DiskTier(settings)
         self.tier.open(max_value_bytes=len(slots[0]), timeout=_TIMEOUT)
         self._keys: list[bytes] = []
