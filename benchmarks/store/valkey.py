@@ -42,7 +42,7 @@ def measure(*, quick: bool = False) -> list[Figure]:
     from support.valkey import Server, find_binary
 
     with tempfile.TemporaryDirectory() as folder:
-        server = Server(find_binary("valkey"), Path(folder))
+        server = Server(find_binary("valkey"), Path(folder), maxmemory="4gb", maxmemory_policy="allkeys-lru")
         try:
             results = [_measure(server.port, size, 5 if quick else 41) for size in _SIZES]
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import binascii
 import logging
 import random
 
@@ -22,7 +23,7 @@ def test_slots_are_the_servers():
     assert slot_of(b"123456789") == 0x31C3
     assert slot_of(b"") == 0
     assert slot_of(b"{user1000}.following") == slot_of(b"{user1000}.followers") == slot_of(b"user1000")
-    assert slot_of(b"foo{}{bar}") == 0x31C3 or slot_of(b"foo{}{bar}") != slot_of(b"bar")
+    assert slot_of(b"foo{}{bar}") == binascii.crc_hqx(b"foo{}{bar}", 0) % SLOTS
     assert slot_of(b"foo{{bar}}zap") == slot_of(b"{bar")
     assert slot_of(b"foo{bar}{zap}") == slot_of(b"bar")
     assert slot_of(b"}{") != slot_of(b"")
@@ -91,6 +92,15 @@ def test_each_key_is_on_its_master(cluster, make_tier):
     assert usage.entries == 60
     assert usage.used_bytes > 60 * 2000
     assert [server.command("INFO", "errorstats").count(b"MOVED") for server in cluster.servers] == [0, 0, 0]
+
+
+@pytest.mark.server
+def test_slots_are_those_that_the_server_says(cluster):
+    """Whatever a key is, braces in all places included, its slot is the one that the server looks for it in."""
+    choices = random.Random(1)
+    for _ in range(200):
+        key = bytes(choices.choice(b"{}{}\0\xffab") for _ in range(choices.randrange(1, 12)))
+        assert cluster.servers[0].command("CLUSTER", "KEYSLOT", key) == slot_of(key), key
 
 
 @pytest.mark.server

@@ -39,6 +39,7 @@ class Connection:
         self._tls = tls
         self._socket: socket.socket | None = None
         self._reader = Reader(self._receive)
+        self._readable = select.poll()
         #: For sending and receiving.
         self.deadline = Deadline(0)
         self._interrupted = False
@@ -61,6 +62,7 @@ class Connection:
         self.deadline = deadline
         try:
             self._socket = self._dial()
+            self._readable.register(self._socket, select.POLLIN)
             if self._tls is not None:
                 self._socket.settimeout(self._left())
                 self._socket = secure = self._tls.wrap_socket(
@@ -162,9 +164,7 @@ class Connection:
         # Between calls nothing is due: something to read is the connection's end, or it is out of step.
         if self._socket is None or self._interrupted or self._reader.pending:
             return False
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        return not poll.poll(0)
+        return not self._readable.poll(0)
 
     # -- Commands and replies ------------------------------------------------------------------------------------
 
@@ -179,8 +179,7 @@ class Connection:
         self.deadline = deadline
         connection = self._socket
         assert connection is not None
-        rest = [memoryview(piece) for piece in pieces]
-        first = 0
+        rest, first = list(pieces), 0
         try:
             while first < len(rest):
                 self._limit(connection)
@@ -195,7 +194,7 @@ class Connection:
                     count -= len(rest[first])
                     first += 1
                 if count:
-                    rest[first] = rest[first][count:]
+                    rest[first] = memoryview(rest[first])[count:]
         except OSError as error:
             raise self._failed(error, "the connection broke") from None
 

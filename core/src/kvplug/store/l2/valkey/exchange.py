@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvplug.store.l2.tier import TierError
 from kvplug.store.l2.valkey.connection import Connection, LostError
@@ -14,8 +14,7 @@ from kvplug.store.l2.valkey.resp import Payload, Reply
 __all__ = ["Command", "Exchange"]
 
 
-@dataclass(frozen=True)
-class Command:
+class Command(NamedTuple):
     """A command as it is sent, and where its reply goes."""
 
     pieces: tuple[Payload, ...]
@@ -76,7 +75,8 @@ class Exchange:
         self._deadline = self._connection.deadline = deadline
         for command in self._commands:
             self._replies.append(self._reply(command))
-            self._send()
+            if self._sent < len(self._commands):
+                self._send()
         self.node.release(self._connection)
         self._connection = None
         return self._replies
@@ -96,11 +96,10 @@ class Exchange:
             return self._connection.reply(command.into)
 
     def _send(self) -> None:
-        stop = min(len(self._replies) + self._window, len(self._commands))
-        if stop > self._sent:
-            assert self._connection is not None
-            self._connection.send(list(_pieces(self._commands[self._sent : stop])), self._deadline)
-            self._sent = stop
+        assert self._connection is not None
+        stop = len(self._replies) + self._window
+        self._connection.send(_pieces(self._commands[self._sent : stop]), self._deadline)
+        self._sent = min(stop, len(self._commands))
 
     def _reconnect(self, error: TierError) -> None:
         assert self._connection is not None
@@ -113,16 +112,17 @@ class Exchange:
         self._send()
 
 
-def _pieces(commands: Iterable[Command]) -> Iterable[Payload]:
-    """Yield what is sent; short pieces that follow each other are put together."""
+def _pieces(commands: Iterable[Command]) -> list[Payload]:
+    """Return what is sent; short pieces that follow each other are put together."""
+    pieces: list[Payload] = []
     short: list[bytes] = []
     for command in commands:
         for piece in command.pieces:
             if isinstance(piece, bytes):
                 short.append(piece)
-                continue
-            yield b"".join(short)
-            yield piece
-            short.clear()
+            else:
+                pieces += (b"".join(short), piece)
+                short.clear()
     if short:
-        yield b"".join(short)
+        pieces.append(b"".join(short))
+    return pieces

@@ -55,14 +55,11 @@ class Router:
 
         """
         topology = self._topology
-        topology.refresh_if_due(deadline)
-        groups: _Groups = {}
-        for index, command in enumerate(self._commands):
-            node = topology.node(command.key)
-            if node is None:
-                self._outcomes[index] = TierError("no node of the cluster has the key's slot.")
-            else:
-                groups.setdefault((node, False), []).append(index)
+        if topology.clustered:
+            topology.refresh_if_due(deadline)
+            groups = self._by_node()
+        else:
+            groups = {(topology.masters[0], False): list(range(len(self._commands)))}
         for _ in range(_ROUNDS):
             groups = self._round(groups, deadline)
             if not groups:
@@ -73,6 +70,16 @@ class Router:
         if problem is not None and not topology.usable():
             raise problem
         return self._outcomes
+
+    def _by_node(self) -> _Groups:
+        groups: _Groups = {}
+        for index, command in enumerate(self._commands):
+            node = self._topology.node(command.key)
+            if node is None:
+                self._outcomes[index] = TierError("no node of the cluster has the key's slot.")
+            else:
+                groups.setdefault((node, False), []).append(index)
+        return groups
 
     def _round(self, groups: _Groups, deadline: Deadline) -> _Groups:
         """Send all, then read all, so that the nodes work at the same time; return what has to go elsewhere."""
