@@ -143,15 +143,19 @@ class _Ours:
 
     def write(self) -> None:
         self._keys = [next(_numbers).to_bytes(48, "big") for _ in range(self._number)]
-        for start in range(0, self._number, _BATCH):
-            if not all(self.tier.put(self._keys[start : start + _BATCH], self._slots, _TIMEOUT)):
+        for keys, slots in self._batches():
+            if not all(self.tier.put(keys, slots, _TIMEOUT)):
                 raise AssertionError("the tier kept less than it was given")
 
     def read(self) -> None:
-        for start in range(0, self._number, _BATCH):
-            lengths = self.tier.get(self._keys[start : start + _BATCH], self._slots, _TIMEOUT)
-            if any(length != len(self._slots[0]) for length in lengths):
+        for keys, slots in self._batches():
+            if any(length != len(slots[0]) for length in self.tier.get(keys, slots, _TIMEOUT)):
                 raise AssertionError("the tier lost what it was given")
+
+    def _batches(self) -> Iterator[tuple[list[bytes], list[memoryview]]]:
+        for start in range(0, self._number, _BATCH):
+            keys = self._keys[start : start + _BATCH]
+            yield keys, self._slots[: len(keys)]
 
 
 class _Comparison:

@@ -75,9 +75,9 @@ class _Group:
 class _Reuse:
     """Files of evicted values, to be written over.
 
-    Making and removing files is what costs most beside the bytes: where thousands were removed a short time ago, ext4
-    takes longer to make one than to write a block to it. So if a value was evicted whose length is right, its file is
-    taken, unless somebody may still be reading it.
+    Removing a file and making another can take many times as long as writing a block over it: blocks are discarded, and
+    where thousands of files were removed a short time ago, ext4 looks at each of them for one to use. So if a value was
+    evicted whose length is right, its file is taken, unless somebody may still be reading it.
 
     Attributes:
         writer: Makes temporary files of them.
