@@ -31,7 +31,7 @@ KEYS = {
 def bench(monkeypatch):
     """Return a function that imports a module of the benchmark."""
     monkeypatch.syspath_prepend(str(ROOT))
-    return lambda name: importlib.import_module(f"benchmarks.type1.{name}")
+    return lambda name, part="type1": importlib.import_module(f"benchmarks.{part}.{name}")
 
 
 def values(figures):
@@ -82,7 +82,7 @@ def test_copies_are_measured(bench, monkeypatch):
 
 def test_a_childs_failure_is_the_measurements(bench):
     """A function runs in another process, and if it raises there, the traceback comes back."""
-    processes = bench("processes")
+    processes = bench("processes", "common")
     assert processes.in_child(os.getpid) != os.getpid()
     with pytest.raises(processes.ChildError, match="FileNotFoundError"):
         processes.in_child(os.listdir, "/nonexistent")
@@ -92,7 +92,7 @@ def test_a_childs_failure_is_the_measurements(bench):
 
 def test_the_last_line_is_json(bench, monkeypatch, capsys):
     """The table shows values, limits and what was missed; the line after it has all figures; so has the exit code."""
-    main, figure = bench("__main__"), bench("figures").Figure
+    main, figure = bench("__main__"), bench("figures", "common").Figure
     good = figure("good", 1.23456, "ms", at_most=2, detail="one run")
     bad = figure("bad", 0.5, at_least=5)
     monkeypatch.setattr(main, "set_environment", lambda: None)
@@ -110,7 +110,7 @@ def test_the_last_line_is_json(bench, monkeypatch, capsys):
 
 def test_a_figure_that_is_no_number_misses_its_limit(bench):
     """NaN is within no limit."""
-    figure = bench("figures").Figure
+    figure = bench("figures", "common").Figure
     assert not figure("a", math.nan, at_most=1).met
     assert not figure("a", math.nan, at_least=1).met
 

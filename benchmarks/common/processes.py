@@ -50,7 +50,7 @@ class Child:
     """
 
     def __init__(self, name: str) -> None:
-        folder = ROOT / "build" / "bench-type1"
+        folder = ROOT / "build" / "bench"
         folder.mkdir(parents=True, exist_ok=True)
         self._log = folder / f"{name}.log"
         self._log.unlink(missing_ok=True)

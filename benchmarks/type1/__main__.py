@@ -10,8 +10,8 @@ import sys
 import time
 from collections.abc import Callable
 
-from benchmarks.type1.figures import Figure, as_json, as_table
-from benchmarks.type1.processes import in_child, set_environment
+from benchmarks.common.figures import Figure, as_json, as_table
+from benchmarks.common.processes import in_child, set_environment
 
 
 def _overhead(*, quick: bool) -> list[Figure]:

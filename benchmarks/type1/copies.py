@@ -7,8 +7,8 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.type1.figures import Figure
-from benchmarks.type1.timing import alternately
+from benchmarks.common.figures import Figure
+from benchmarks.common.timing import alternately
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.type1.figures import Figure
+from benchmarks.common.figures import Figure
 
 import kvplug
 

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.common.processes import Child
 from benchmarks.type1.model import MUCH_COMPUTE, VOCABULARY, Shape, model_path
-from benchmarks.type1.processes import Child
 
 __all__ = [
     "BLOCK_SIZE",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import tempfile
 from statistics import median
 
+from benchmarks.common.figures import Figure, spread
+from benchmarks.common.processes import ROOT
 from benchmarks.type1 import engine
-from benchmarks.type1.figures import Figure, spread
 from benchmarks.type1.model import MUCH_KV
-from benchmarks.type1.processes import ROOT
 
 __all__ = ["measure"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 
-from benchmarks.type1.figures import Figure, spread
+from benchmarks.common.figures import Figure, spread
 
 __all__ = ["measure"]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.type1.processes import ROOT
+from benchmarks.common.processes import ROOT
 
 if TYPE_CHECKING:
     import numpy as np

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from statistics import median
 
+from benchmarks.common.figures import Figure, spread
 from benchmarks.type1 import engine
-from benchmarks.type1.figures import Figure, spread
 
 __all__ = ["measure"]
 

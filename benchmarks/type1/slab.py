@@ -6,8 +6,8 @@ import gc
 import os
 from pathlib import Path
 
-from benchmarks.type1.figures import Figure
-from benchmarks.type1.processes import in_child
+from benchmarks.common.figures import Figure
+from benchmarks.common.processes import in_child
 
 __all__ = ["measure"]
 
