@@ -80,6 +80,25 @@ def test_copies_are_measured(bench, monkeypatch):
     assert "lowest of 8 cases" in figures[0].detail
 
 
+def test_the_memory_tier_is_measured(bench, monkeypatch):
+    """Copies are compared with memcpy both ways, and bookkeeping is measured in a full tier that evicts."""
+    l1 = bench("l1", "store")
+    monkeypatch.setattr(l1, "_PASS", 8 << 20)
+    ratios = l1._copies(1 << 20, 1)
+    assert set(ratios) == {"put", "get"}
+    assert all(ratio > 0 for ratio, _ in ratios.values())
+    lookup, evict, _ = l1._bookkeeping("s3fifo", 1000)
+    assert lookup > 0
+    assert evict > 0
+
+
+def test_vllms_tier_is_measured(bench):
+    """Lookup and eviction are measured in both managers, on the same keys, and find and store what they should."""
+    ours, theirs = bench("vllm_tiers", "store")._measure("s3fifo", "arc", 300, 2)
+    assert len(ours) == len(theirs) == 2
+    assert min(ours + theirs) > 0
+
+
 def test_a_childs_failure_is_the_measurements(bench):
     """A function runs in another process, and if it raises there, the traceback comes back."""
     processes = bench("processes", "common")

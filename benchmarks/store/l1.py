@@ -116,8 +116,8 @@ def _bookkeeping(policy: str, entries: int) -> tuple[float, float, float]:
     """Return microseconds per lookup and per eviction, and bytes per entry, of an allocator that is full.
 
     A lookup finds a random key, and pins and unpins it. An eviction makes room for a new key, and publishes that; it is
-    measured in a tier where nothing was used, and in one where all was, and the dearer one counts. Keys come in batches,
-    like those of a request; the best batch counts, and each has other keys.
+    measured in a tier where nothing was used, and in one where all was, and the dearer one counts. Keys come in
+    batches, like those of a request, each with other keys; the best batch counts.
     """
     from kvplug.store import Allocator, make_policy
 

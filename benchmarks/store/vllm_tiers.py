@@ -20,8 +20,8 @@ _PAIRS = (("lru", "lru"), ("s3fifo", "arc"))
 def measure(*, quick: bool = False) -> list[Figure]:
     """Measure lookup and eviction in both, in turns: our LRU beside vLLM's, our S3-FIFO beside vLLM's ARC.
 
-    Both do what a request costs: a lookup asks for each block, holds all of them for a load and lets them go; an eviction
-    stores as many new blocks in a full tier. Times are per block.
+    Both do what a request costs: a lookup asks for each block, holds all of them for a load and lets them go; an
+    eviction stores as many new blocks in a full tier. Times are per block.
     """
     entries, repeats = (5_000, 3) if quick else (100_000, 201)
     results = {pair: in_child(_measure, *pair, entries, repeats) for pair in _PAIRS}
