@@ -31,6 +31,11 @@ def new_tier(root: Path, blocks: int = 10, *, block: int = BLOCK, direct: bool =
     return tier
 
 
+def keys(number: int, prefix: bytes = b"key") -> list[bytes]:
+    """Return so many keys."""
+    return [b"%s %04d" % (prefix, index) for index in range(number)]
+
+
 def content(key: bytes, length: int = BLOCK) -> bytes:
     """Return what is stored under a key."""
     return (key * (length // len(key) + 1))[:length]

@@ -130,7 +130,7 @@ class DiskAgainstModel(RuleBasedStateMachine):
 
 
 DiskAgainstModel.TestCase.settings = settings(
-    max_examples=50, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=30, stateful_step_count=70, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestDiskAgainstModel = DiskAgainstModel.TestCase
 TestDiskAgainstModel.__doc__ = "Whatever two engines do, the directory has what the model has, in the order of use."

@@ -1,7 +1,6 @@
 """How values become files: room is set aside, they are written under other names, and get their own when whole.
 
-Making the files and giving them their names is done with the ledger locked, for several values at once; writing their
-bytes is not.
+Files are made and renamed with the ledger locked, for several values at once; their bytes are written without.
 """
 
 # Paths are plain strings: these are called for each value.
@@ -179,8 +178,7 @@ class Writer:
     def _reserve(self, group: _Group, deadline: float) -> None:
         """Set room aside, for as many of a group's first values as possible.
 
-        For none where it would take long to know how much there is, or to make room: others need the ledger too, and
-        later calls go on.
+        For none where it takes long to count, or to make room: others need the ledger too, and later calls go on.
         """
         space = self._space
         reuse = _Reuse(self, 0, 0)
