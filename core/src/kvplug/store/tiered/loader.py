@@ -121,7 +121,13 @@ class Loader:
                 break
             self._note(where, asked, operation.result, number)
         run = _run(where)
-        self._wait_in_order(keys[: len(run)], self._start(keys, run), until)
+        # What L1 has behind a gap must not make room for what fills the gap.
+        here = [key for key, place in zip(keys, run, strict=False) if place == _HERE]
+        held = [ref for key in here for ref in self._allocator.pin_prefix([key])]
+        try:
+            self._wait_in_order(keys[: len(run)], self._start(keys, run), until)
+        finally:
+            self._allocator.unpin(held)
 
     def prefetch(self, keys: Sequence[bytes]) -> None:
         """Begin to bring a run of blocks into L1. Returns at once, and never fails; what is too much is left out.
