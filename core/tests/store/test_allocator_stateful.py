@@ -1,4 +1,4 @@
-"""The allocator with each policy, against a plain model, in long runs: errors hide in tiers that have long been full."""
+"""The allocator with each policy, against a plain model, in long runs: errors hide in tiers that were full for long."""
 
 from __future__ import annotations
 
