@@ -12,11 +12,13 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,8 @@ class Demo:
         try:
             alone, type1 = self._start(model, port)
             passes, hook_mode = self._passes(alone, type1)
+            if self._options.l2:
+                passes = replace(passes, restarted=self._restarted(model, port, type1, passes.alone.requests))
         finally:
             end(self._processes)
         return result(passes, hook_mode, self._about(time.monotonic() - started))
@@ -86,13 +90,7 @@ class Demo:
         alone = Server.start(model, free_port(), out / "server-alone.log", _BUILD)
         self._processes.append(alone.process)
         with stage(self._console, f"Starting two servers: vLLM alone, and with type1 (port {port})") as show:
-            deadline = time.monotonic() + _START_TIMEOUT
-            waiting = [alone, type1]
-            while waiting := [server for server in waiting if not server.is_ready()]:
-                if time.monotonic() > deadline:
-                    raise waiting[0].error(f"A server wasn't ready after {_START_TIMEOUT:.0f} s.")
-                show(0, "still starting")
-                time.sleep(0.2)
+            self._wait([alone, type1], show)
             # A server's first request is slow for other reasons; this one shares nothing with the workload.
             for server in (alone, type1):
                 send(server, Request(0, 0, ({"role": "user", "content": "Good morning. " * 20},)))
@@ -111,6 +109,44 @@ class Demo:
             lambda: type1.reset(store=False),
         )
         return Passes(without, cold, visit, warm), hook_delivery(type1.log)
+
+    def _restarted(self, model: Path, port: int, type1: Server, requests: Sequence[Request]) -> Pass:
+        """Have the requests answered over an L2 tier, start the server again, and send them once more.
+
+        It needs servers of its own: what the others stored after a reset is theirs alone, and ends with them.
+        """
+        end([type1.process])
+        folder: Path = self._options.out / "l2"
+        shutil.rmtree(folder, ignore_errors=True)
+        first = self._start_over_l2(model, port, folder, "server-l2.log")
+        self._again(f"First visit, over L2 ({self._options.l2})", first, requests, _nothing)
+        end([first.process])
+        second = self._start_over_l2(model, port, folder, "server-l2-again.log")
+        title = f"After a restart: type1 loads blocks from L2 ({self._options.l2})"
+        found = self._again(title, second, requests, lambda: second.reset(store=False))
+        end([second.process])
+        shutil.rmtree(folder, ignore_errors=True)
+        return found
+
+    def _start_over_l2(self, model: Path, port: int, folder: Path, log: str) -> Server:
+        config = {
+            "kv_connector": "Type1Connector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"l2": self._options.l2, "disk_path": str(folder), "disk_size": "4GiB"},
+        }
+        server = Server.start(model, port, self._options.out / log, _BUILD, "--kv-transfer-config", json.dumps(config))
+        self._processes.append(server.process)
+        with stage(self._console, f"Starting a server over L2 ({self._options.l2})") as show:
+            self._wait([server], show)
+        return server
+
+    def _wait(self, waiting: list[Server], show: Callable[[int, str], None]) -> None:
+        deadline = time.monotonic() + _START_TIMEOUT
+        while waiting := [server for server in waiting if not server.is_ready()]:
+            if time.monotonic() > deadline:
+                raise waiting[0].error(f"A server wasn't ready after {_START_TIMEOUT:.0f} s.")
+            show(0, "still starting")
+            time.sleep(0.2)
 
     def _cold(self, alone: Server, type1: Server) -> tuple[Pass, Pass]:
         """Have the conversations with nothing cached or stored, each request on one server right after the other.
@@ -212,6 +248,11 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         choices=range(1, MAX_TURNS + 1),
         metavar="N",
         help=f"turns of each, 1 to {MAX_TURNS} (default 4)",
+    )
+    parser.add_argument(
+        "--l2",
+        choices=["disk"],
+        help="also show that reuse survives a restart of the server, over this L2 tier",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the model's weights (default 0)")
     parser.add_argument(

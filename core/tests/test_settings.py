@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from pydantic import Field, SecretStr
@@ -10,6 +11,8 @@ from pydantic import Field, SecretStr
 from kvplug import settings as settings_module
 from kvplug.errors import ConfigError
 from kvplug.settings import L1Settings, Settings
+from kvplug.store.policies import policy_names
+from kvplug.store.settings import StoreSettings
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
 CAPACITY = "AIBRIX_KV_CACHE_OL_L1_CACHE_CAPACITY_GB"
@@ -161,16 +164,22 @@ def test_policies():
     """A policy's case doesn't matter; one that isn't there is an error where kvplug is asked for it."""
     assert L1Settings.load({"l1_eviction_policy": "LRU"}, {}).l1_eviction_policy == "lru"
     assert L1Settings.load({}, {POLICY: "LRU"}).source_of("l1_eviction_policy") == POLICY
-    assert "is 'S3FIFO', but should be 'lru'." in problem_of({"l1_eviction_policy": "S3FIFO"})
-    assert "(from KVPLUG_L1_EVICTION_POLICY)" in problem_of({}, {"KVPLUG_L1_EVICTION_POLICY": "FIFO"})
+    assert L1Settings.load({}, {POLICY: "S3FIFO"}).l1_eviction_policy == "s3fifo"
+    assert "is 'MRU', but should be 'lru', 'fifo' or 's3fifo'." in problem_of({"l1_eviction_policy": "MRU"})
+    assert "(from KVPLUG_L1_EVICTION_POLICY)" in problem_of({}, {"KVPLUG_L1_EVICTION_POLICY": "MRU"})
+
+
+def test_the_setting_offers_the_policies_that_there_are():
+    """Every eviction policy of the store can be chosen, and no other."""
+    assert sorted(get_args(settings_module.EvictionPolicy)) == policy_names()
 
 
 def test_aibrix_policies_that_are_not_there_are_ignored(warnings):
-    """AIBrix's default policy isn't there yet, so it's named as ignored and the default is in effect."""
-    settings = L1Settings.load({}, {POLICY: "S3FIFO"})
+    """A policy of AIBrix's that isn't there is named as ignored, and the default is in effect."""
+    settings = L1Settings.load({}, {POLICY: "ARC"})
     assert settings.source_of("l1_eviction_policy") == "default"
     assert warnings == [
-        f"These AIBrix variables have no equivalent in kvplug and are ignored: {POLICY} (S3FIFO isn't available yet)."
+        f"These AIBrix variables have no equivalent in kvplug and are ignored: {POLICY} (ARC isn't available here)."
     ]
 
 
@@ -215,7 +224,7 @@ def test_unknown_fields_have_no_source():
 
 def test_every_setting_is_described():
     """Every setting of ours has a description, which ends with a period."""
-    for field in L1Settings.model_fields.values():
+    for field in StoreSettings.model_fields.values():
         assert (field.description or "").endswith(".")
 
 
@@ -227,11 +236,11 @@ def test_the_documentation_lists_the_settings():
             name, *rest = match.groups()
             rows[name] = rest
     expected = {}
-    for name, field in L1Settings.model_fields.items():
-        aibrix = L1Settings.aibrix_variable(name)
+    for name, field in StoreSettings.model_fields.items():
+        aibrix = StoreSettings.aibrix_variable(name)
         default = field.default.human_readable() if hasattr(field.default, "human_readable") else field.default
-        default = str(default).replace(".0GiB", "GiB")
-        expected[name] = [default, L1Settings.variable(name), aibrix.name if aibrix else None, field.description]
+        default = {(): "[]", "": '""'}.get(default, str(default).replace(".0GiB", "GiB").replace(".0MiB", "MiB"))
+        expected[name] = [default, StoreSettings.variable(name), aibrix.name if aibrix else None, field.description]
     assert rows == expected
 
 

@@ -41,6 +41,8 @@ class Passes:
     visit: Pass
     #: With type1, nothing in vLLM's own cache, all of it stored.
     warm: Pass
+    #: With type1 on a server that was started again, over an L2 tier.
+    restarted: Pass | None = None
 
 
 def compare(expected: Sequence[Reply], found: Sequence[Reply]) -> tuple[bool, float]:
@@ -69,6 +71,13 @@ def result(passes: Passes, hook_mode: str | None, about: dict[str, Any]) -> dict
 
     """
     with_type1 = {"cold": passes.cold, "visit": passes.visit, "warm": passes.warm}
+    again: dict[str, Any] = {}
+    if passes.restarted is not None:
+        with_type1["restarted"] = passes.restarted
+        again = {
+            "tokens_loaded_restarted": passes.restarted.tokens_loaded,
+            "ttft_restarted_s": median(passes.restarted.ttfts_s),
+        }
     compared = {name: compare(passes.alone.replies, each.replies) for name, each in with_type1.items()}
     differences = {name: largest for name, (_, largest) in compared.items()}
     timed = {"alone": passes.alone, "cold": passes.cold, "warm": passes.warm}
@@ -98,6 +107,7 @@ def result(passes: Passes, hook_mode: str | None, about: dict[str, Any]) -> dict
             }
             for index, reply in enumerate(passes.alone.replies)
         ],
+        **again,
         **about,
     }
 
@@ -120,6 +130,9 @@ def faults(found: dict[str, Any]) -> list[str]:
         ),
         "The hook isn't live in the server's worker, or how it got there can't be told.": bool(found["hook_mode"]),
     }
+    if (loaded := found.get("tokens_loaded_restarted")) is not None:
+        sentence = f"Only {loaded:,} of {found['prompt_tokens']:,} prompt tokens were loaded after the restart."
+        checks[sentence] = loaded >= _LEAST_LOADED * found["prompt_tokens"]
     return [sentence for sentence, is_right in checks.items() if not is_right]
 
 
@@ -153,6 +166,11 @@ def table(found: dict[str, Any]) -> RenderableType:
 
     facts = Table(box=None, show_header=False, pad_edge=False)
     facts.add_row("cold : warm", f"{found['ttft_ratio']:.1f}, medians")
+    if "ttft_restarted_s" in found:
+        restarted = (
+            f"{_seconds(found['ttft_restarted_s'])} to the first token, {found['tokens_loaded_restarted']:,} tokens"
+        )
+        facts.add_row("after a restart", f"{restarted} loaded")
     hook_mode = found["hook_mode"]
     facts.add_row("hook", f"{hook_mode or 'none'}: {_DELIVERIES[hook_mode]}")
     facts.add_row("equal tokens", _yes_no(found["tokens_equal"]))

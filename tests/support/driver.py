@@ -185,6 +185,8 @@ def perform(llm: Any, operation: Any) -> list[Output] | None:
             adopt(llm, content)
         case Abort(prompts, num_steps):
             abort(llm, prompts, num_steps)
+        case _ if callable(operation):
+            operation(llm)
         case _:
             raise TypeError(f"unknown operation {operation!r}")
     return None
