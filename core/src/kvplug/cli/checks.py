@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from kvplug.cli.environment import PLUGIN_GROUPS
@@ -245,8 +245,18 @@ def _settings(facts: Facts) -> Iterator[Finding]:
         else:
             values = ", ".join(f"{key}={value} ({source})" for key, (value, source) in row["values"].items())
             yield Finding("Settings", "ok", f"{name}: {values}.")
+            yield from _tiers(row.get("tiers", ()))
     if facts.environ.get(DISABLE):
         yield Finding("Settings", "note", f"{DISABLE}={facts.environ[DISABLE]} turns connectors off.")
+
+
+def _tiers(rows: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
+    """Report on the L2 tiers that settings name, which aren't opened for that."""
+    for row in rows:
+        if row["error"]:
+            yield Finding("L2", "problem", f"L2 tier {row['name']} can't be used.", row["error"])
+        else:
+            yield Finding("L2", "ok", f"L2 tier {row['name']}: {row['place']} (not tried).")
 
 
 def _aibrix(facts: Facts) -> Iterator[Finding]:

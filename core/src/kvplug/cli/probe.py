@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvplug.cli.ask import MARK
+from kvplug.cli.tiers import tiers_of
 from kvplug.errors import KvplugError
 
 if TYPE_CHECKING:
@@ -218,7 +219,9 @@ def _settings(cls: Any, extra_config: Mapping[str, Any]) -> dict[str, Any]:
 
     def load() -> dict[str, Any]:
         settings = cls.Settings.load(extra_config, environ=os.environ)
-        return {"values": {name: [value, settings.source_of(name)] for name, value in settings.describe().items()}}
+        values = {name: [value, settings.source_of(name)] for name, value in settings.describe().items()}
+        tiers = tiers_of(settings)
+        return {"values": values} | ({"tiers": tiers} if tiers else {})
 
     return _try(load)
 
