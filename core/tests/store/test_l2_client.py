@@ -11,8 +11,7 @@ from tiers import DictTier, FaultyTier, eventually, fill, make_client
 
 from kvplug.stats import Stats
 from kvplug.store import Slab
-from kvplug.store.l2 import client as client_module
-from kvplug.store.l2 import health
+from kvplug.store.l2 import exchange, health
 from kvplug.store.l2.breaker import Breaker
 from kvplug.store.l2.keys import StorageKeys
 from kvplug.store.l2.operation import Outcome
@@ -26,7 +25,7 @@ SHORT = 0.05
 
 @pytest.fixture(autouse=True)
 def _warnings_come_again(monkeypatch):
-    for module in (client_module, health):
+    for module in (exchange, health):
         monkeypatch.setattr(module._limited, "_seen", {})
 
 

@@ -104,7 +104,7 @@ class Calls:
                     if operation in queue:
                         queue.remove(operation)
                         cancelled.append(operation)
-        self._drop(cancelled)
+        self._drop(cancelled, asked=True)
 
     def hasten(self, operation: Op) -> None:
         """Let an operation go before those that nobody waits for."""
@@ -251,10 +251,11 @@ class Calls:
                 self._tell(self._listener.alarm)
             self._settle()
 
-    def _drop(self, operations: Iterable[Op]) -> None:
+    def _drop(self, operations: Iterable[Op], *, asked: bool = False) -> None:
         for operation in operations:
             operation.outcome = Outcome.DROPPED
-            self._tell(self._listener.dropped)
+            if not asked:
+                self._tell(self._listener.dropped)
             self._release(operation, None)
             operation.end()
         self._settle()

@@ -5,15 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from kvplug.log import RateLimited, get_logger
+from kvplug.log import get_logger
 from kvplug.store.l2.breaker import Breaker
 from kvplug.store.l2.calls import Calls, Listener
+from kvplug.store.l2.exchange import Exchange
 from kvplug.store.l2.health import Health, said
 from kvplug.store.l2.operation import Operation, Outcome
-from kvplug.store.l2.tier import Tier, TierError, TierTimeoutError, Usage
+from kvplug.store.l2.tier import Tier, TierTimeoutError, Usage
 from kvplug.store.l2.value import HEADER_BYTES
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["L2Client"]
 
 logger = get_logger(__name__)
-_limited = RateLimited(logger)
 
 T = TypeVar("T")
 Released = Callable[["T | None"], None]
@@ -68,7 +68,7 @@ class L2Client(Listener):
         self.tier = tier
         self.name = tier.name
         self.blocks = blocks
-        self._stats = stats
+        self._exchange = Exchange(tier, blocks, stats)
         self._timeout = timeout
         self._lookup_timeout = lookup_timeout
         self._calls = Calls(f"kvplug-{tier.name}", max(1, tier.max_calls), self)
@@ -137,13 +137,7 @@ class L2Client(Listener):
 
         """
         names = [self.blocks.name(key) for key in keys]
-
-        def call(timeout: float) -> list[bool]:
-            found = [bool(there) for there in self.tier.exists(names, timeout)]
-            self._count("l2_lookups", len(found))
-            self._count("l2_hits", sum(found))
-            return _as_many(found, names)
-
+        call = partial(self._exchange.exists, names)
         return self._submit(call, [False] * len(names), self._lookup_timeout, urgent=urgent, released=released)
 
     def get(
@@ -168,22 +162,7 @@ class L2Client(Listener):
         """
         names = [self.blocks.name(key) for key in keys]
         views = [self.blocks.view(slot) for slot in slots]
-
-        def call(timeout: float) -> list[bool]:
-            lengths = _as_many(list(self.tier.get(names, views, timeout)), names)
-            good = [
-                length is not None and self._accept(name, view, length)
-                for name, view, length in zip(names, views, lengths, strict=True)
-            ]
-            damaged = [
-                name for name, length, ok in zip(names, lengths, good, strict=True) if length is not None and not ok
-            ]
-            if damaged:
-                # Else it would stay: a tier needn't write a key that it has.
-                with suppress(TierError):
-                    self.tier.delete(damaged, timeout)
-            return good
-
+        call = partial(self._exchange.get, names, views)
         return self._submit(call, [False] * len(names), self._timeout, urgent=urgent, released=released)
 
     def put(
@@ -218,15 +197,7 @@ class L2Client(Listener):
 
         """
         names = [self.blocks.name(key) for key in keys]
-
-        def call(timeout: float) -> list[bool]:
-            values = [self.blocks.seal(name, view) for name, view in zip(names, views, strict=True)]
-            kept = _as_many([bool(there) for there in self.tier.put(names, values, timeout)], names)
-            self._count("l2_blocks_written", sum(kept))
-            self._count("l2_written_bytes", sum(len(value) for value, there in zip(values, kept, strict=True) if there))
-            self._count("l2_writes_refused", len(kept) - sum(kept))
-            return kept
-
+        call = partial(self._exchange.put, names, views)
         return self._submit(call, [False] * len(names), self._timeout, urgent=False, released=released)
 
     def delete(self, keys: Sequence[bytes]) -> Operation[None]:
@@ -262,33 +233,12 @@ class L2Client(Listener):
         if self.health.works() and not self._closing:
             self._calls.submit(operation)
             return operation
-        self._count("l2_skipped", 1)
+        self._exchange.count("l2_skipped")
         operation.outcome = Outcome.DROPPED
         if released is not None:
             released(None)
         operation.end()
         return operation
-
-    def _accept(self, name: bytes, view: memoryview, length: int) -> bool:
-        problem = self.blocks.accept(name, view, length)
-        if problem is None:
-            self._count("l2_blocks_read", 1)
-            self._count("l2_read_bytes", length)
-            return True
-        self._count("l2_damaged", 1)
-        _limited.warning(
-            (self.name, problem),
-            "Block %s from L2 tier %s (%s) is a miss: %s.",
-            name.hex()[:16],
-            self.name,
-            self.tier.place,
-            problem.value,
-        )
-        return False
-
-    def _count(self, name: str, amount: int) -> None:
-        if amount:
-            self._stats.add(f"{name}:{self.name}", amount)
 
     # -- What becomes of calls (Listener) ------------------------------------------------------------------------
 
@@ -299,18 +249,18 @@ class L2Client(Listener):
         if error is None:
             self.health.succeeded()
         else:
-            self._count("l2_timeouts" if isinstance(error, TierTimeoutError) else "l2_errors", 1)
+            self._exchange.count("l2_timeouts" if isinstance(error, TierTimeoutError) else "l2_errors")
             self.health.failed(said(error))
 
     def overdue(self, operation: Operation[object]) -> None:
         """Tell of a call whose time is up."""
-        self._count("l2_timeouts", 1)
+        self._exchange.count("l2_timeouts")
         self.health.failed(f"{self.tier.place} didn't answer in {operation.timeout:g} s")
 
     def dropped(self) -> None:
         """Count it: the tier is slower than what it is asked for."""
         if not self._closing:
-            self._count("l2_dropped", 1)
+            self._exchange.count("l2_dropped")
 
     def next_alarm(self) -> float | None:
         """Return when the tier is to be tried again."""
@@ -319,10 +269,3 @@ class L2Client(Listener):
     def alarm(self) -> None:
         """Try it."""
         self.health.probe()
-
-
-def _as_many(answers: list[T], names: Sequence[bytes]) -> list[T]:
-    if len(answers) != len(names):
-        msg = f"the tier answered {len(answers)} of {len(names)} keys"
-        raise TierError(msg)
-    return answers
