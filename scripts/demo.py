@@ -25,12 +25,13 @@ from typing import Any
 from demolib.client import Meter, Pass, Reply, Request, converse, send
 from demolib.hook import hook_delivery
 from demolib.model import PARAMETERS, make_model
+from demolib.options import read_options
 from demolib.plot import plot
 from demolib.processes import CAUGHT, end
 from demolib.progress import stage
 from demolib.report import Passes, faults, result, table, warnings
 from demolib.server import Server, ServerError, free_port
-from demolib.text import MAX_CONVERSATIONS, MAX_TURNS, conversations
+from demolib.text import conversations
 from rich.console import Console
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -227,57 +228,9 @@ def _interrupt(number: int, _frame: object) -> None:
     raise _Interrupted(number)
 
 
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="make demo ARGS=...",
-        description="Serves conversations with vLLM and kvplug's type1, measures the time to first token cold and "
-        "warm, and compares every answer with vLLM alone. Exits with 1 if an answer differs or nothing was reused.",
-    )
-    parser.add_argument(
-        "--conversations",
-        type=int,
-        default=3,
-        choices=range(1, MAX_CONVERSATIONS + 1),
-        metavar="N",
-        help=f"conversations that share a system prompt, 1 to {MAX_CONVERSATIONS} (default 3)",
-    )
-    parser.add_argument(
-        "--turns",
-        type=int,
-        default=4,
-        choices=range(1, MAX_TURNS + 1),
-        metavar="N",
-        help=f"turns of each, 1 to {MAX_TURNS} (default 4)",
-    )
-    parser.add_argument(
-        "--l2",
-        choices=["disk"],
-        help="also show that reuse survives a restart of the server, over this L2 tier",
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the model's weights (default 0)")
-    parser.add_argument(
-        "--port",
-        type=int,
-        default=0,
-        choices=range(1 << 16),
-        metavar="PORT",
-        help="port of the server with type1 (default: any that is free)",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=_BUILD / "demo",
-        metavar="DIR",
-        help="folder for result.json, ttft.png and the servers' logs (default build/demo)",
-    )
-    options = parser.parse_args(arguments)
-    options.out = options.out.resolve()
-    return options
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo; return an exit status."""
-    options = _options(arguments)
+    options = read_options(arguments, _BUILD / "demo")
     console = Console(highlight=False)
     result_file, plot_file = options.out / "result.json", options.out / "ttft.png"
     try:

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -332,6 +333,16 @@ def test_the_demo_shows_reuse_on_a_real_server(tmp_path: Path):
     assert "import: patched in memory" in output
     assert '"kv_connector":"Type1Connector","kv_role":"kv_both"' not in (tmp_path / "server-alone.log").read_text()
     assert "hooks of Type1Connector" in (tmp_path / "server-type1.log").read_text()
+
+
+def test_a_restart_that_is_not_warm_is_a_fault():
+    """With an L2 tier, the server that was started again must have loaded most prompt tokens, and answered the same."""
+    passes = _passes()
+    warm = report.result(replace(passes, restarted=passes.warm), "import", {})
+    assert warm["tokens_loaded_restarted"] == passes.warm.tokens_loaded
+    assert report.faults(warm) == report.faults(report.result(passes, "import", {}))
+    cold = report.result(replace(passes, restarted=replace(passes.warm, tokens_loaded=0)), "import", {})
+    assert any("after the restart" in sentence for sentence in report.faults(cold))
 
 
 @pytest.mark.engine
