@@ -156,15 +156,7 @@ class Settings(BaseModel):
 
     @classmethod
     def owner_of(cls, name: str) -> str | None:
-        """Say what a setting belongs to that these settings could have, but don't, if anything.
-
-        Args:
-            name: A setting's name.
-
-        Returns:
-            A sentence, with what to do to have it.
-
-        """
+        """Say what a setting belongs to that these settings could have but don't, and what to do; None for nothing."""
         del name
         return None
 
@@ -188,7 +180,8 @@ class Settings(BaseModel):
             if name not in known and not _SERVICE_LINK.search(name):
                 if cls.owner_of(name.removeprefix(cls.env_prefix).lower()):
                     continue  # one environment may serve engines with other tiers
-                yield _unknown(f"Environment variable {name}", name, sorted(known))
+                own = [*map(cls.variable, cls.model_fields), *cls.other_variables]
+                yield _unknown(f"Environment variable {name}", name, sorted(known), own)
 
     @classmethod
     def _wrong_values(
@@ -201,22 +194,22 @@ class Settings(BaseModel):
             field = str(problem["loc"][0])
             source = sources.get(field, _DEFAULT)
             sentence = f"Setting {field} (from {source})"
+            example = next(iter(cls.model_fields[field].examples or ()), None)
+            remedy = "" if example is None else f" to, for example, {example!r}"
             if problem["type"] == "missing":
-                example = next(iter(cls.model_fields[field].examples or ()), None)
-                remedy = "set it." if example is None else f"set it to, for example, {example!r}."
-                yield f"Setting {field} has no default: {remedy}"
+                yield f"Setting {field} has no default: set it{remedy}."
                 continue
             if _is_secret(cls.model_fields[field].annotation):
                 yield f"{sentence} is wrong; its value isn't shown."
                 continue
             message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
-            example = next(iter(cls.model_fields[field].examples or ()), None)
-            remedy = "" if example is None else f"; set it to, for example, {example!r}"
+            remedy = remedy and f"; set it{remedy}"
             yield f"{sentence} is {reprlib.repr(values.get(field))}, but {message[:1].lower()}{message[1:]}{remedy}."
 
 
-def _unknown(what: str, name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
+def _unknown(what: str, name: str, known: list[str], first: Iterable[str] = ()) -> str:
+    """Say that a name is unknown, and what was probably meant: one of the first, or else of all."""
+    near = difflib.get_close_matches(name, first, n=1) or difflib.get_close_matches(name, known, n=1)
     remedy = f"did you mean {near[0]!r}?" if near else "remove it."
     return f"{what} is unknown: {remedy} Known are {', '.join(known)}."
 
