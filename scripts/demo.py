@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from demolib.client import Meter, Pass, Reply, Request, converse, send
+from demolib.files import patched_vllm
 from demolib.hook import hook_delivery
 from demolib.model import PARAMETERS, make_model
 from demolib.plot import plot
@@ -71,17 +72,29 @@ class Demo:
         port = free_port(self._options.port)
         with stage(self._console, f"Making a model of {PARAMETERS / 1e6:.0f} M parameters and its tokenizer"):
             model = make_model(_BUILD / "demo", self._options.seed)
-        try:
-            alone, type1 = self._start(model, port)
-            passes, hook_mode = self._passes(alone, type1)
-        finally:
-            end(self._processes)
-        return result(passes, hook_mode, self._about(time.monotonic() - started))
+        with self._vllm() as first:
+            try:
+                alone, type1 = self._start(model, port, first)
+                passes, hook_mode = self._passes(alone, type1)
+            finally:
+                end(self._processes)
+        return result(passes, hook_mode, self._about(time.monotonic() - started), wanted=self._options.hook)
 
-    def _start(self, model: Path, port: int) -> tuple[Server, Server]:
+    @contextlib.contextmanager
+    def _vllm(self) -> Iterator[Path | None]:
+        """Have the vLLM of the server with type1: the folder that has it, or None for the installed one as it is."""
+        if self._options.hook == "import":
+            yield None
+            return
+        with contextlib.ExitStack() as stack:
+            with stage(self._console, "Putting the hook into the files of a vLLM of the demo's own"):
+                first = stack.enter_context(patched_vllm(self._options.out / "vllm"))
+            yield first
+
+    def _start(self, model: Path, port: int, first: Path | None) -> tuple[Server, Server]:
         """Start both servers; most of a start is imports, so two at once take little longer than one."""
         out: Path = self._options.out
-        type1 = Server.start(model, port, out / "server-type1.log", _BUILD, *_TYPE1)
+        type1 = Server.start(model, port, out / "server-type1.log", _BUILD, *_TYPE1, first=first)
         self._processes.append(type1.process)
         alone = Server.start(model, free_port(), out / "server-alone.log", _BUILD)
         self._processes.append(alone.process)
@@ -221,6 +234,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         choices=range(1 << 16),
         metavar="PORT",
         help="port of the server with type1 (default: any that is free)",
+    )
+    parser.add_argument(
+        "--hook",
+        default="import",
+        choices=("import", "file"),
+        help="how the hook gets into vLLM: as it is imported (default), or in the files of a copy made for the demo",
     )
     parser.add_argument(
         "--out",

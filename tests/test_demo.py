@@ -152,6 +152,7 @@ def test_the_result_is_that_of_the_warm_pass():
         (_passes(cold=1), "import", "loaded in the cold pass"),
         (_passes(hits=32), "import", "vLLM's own prefix cache"),
         (_passes(), None, "hook isn't live"),
+        (_passes(), "file", "was to be delivered by import, and was by file"),
     ],
 )
 def test_what_is_wrong_is_a_fault(passes: report.Passes, hook_mode: str | None, said: str):
@@ -163,7 +164,9 @@ def test_what_is_wrong_is_a_fault(passes: report.Passes, hook_mode: str | None, 
 
 def test_log_probabilities_within_the_tolerance_are_equal():
     """A difference that a prompt's cut into chunks can make is none, and it is reported."""
-    found = report.result(_passes([_reply(logprobs=(-1.0, -2.000002)), _reply(token_ids=(3, 4))]), "file", {})
+    found = report.result(
+        _passes([_reply(logprobs=(-1.0, -2.000002)), _reply(token_ids=(3, 4))]), "file", {}, wanted="file"
+    )
     assert found["logprobs_equal"] is True
     assert found["logprobs_max_difference"]["warm"] == pytest.approx(2e-6)
     assert not report.faults(found)
