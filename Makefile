@@ -5,6 +5,7 @@
 # make test-0.19  builds an environment with vLLM 0.19.1 beside it (3 GB), and runs the tests for that version
 # make soak    serves with type1 for minutes and checks that nothing grows; options: make soak ARGS="--minutes 30"
 # make bench-type1   measures what type1 costs and gains, in minutes; options: make bench-type1 ARGS="--only copies"
+# make bench-start   measures what kvplug adds to the start of a worker; options: make bench-start ARGS="--runs 30"
 # make env     builds the environment only; options: make env ARGS="--torch-index URL"
 # make clean   removes what was built, but for the environment; make distclean removes that, too
 
@@ -15,7 +16,7 @@ JOBS ?= 2
 PYTEST = $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-0.19 soak bench-type1 check matrix env env-0.19 lint built clean distclean
+.PHONY: help demo test test-0.19 soak bench-type1 bench-start check matrix env env-0.19 lint built clean distclean
 
 help:
 	@grep '^# make' Makefile | cut -c 3-
@@ -41,6 +42,9 @@ soak: built
 
 bench-type1: built
 	@$(BIN)/python -m benchmarks.type1 $(ARGS)
+
+bench-start: built
+	@$(BIN)/python -m benchmarks.start $(ARGS)
 
 # ARGS are those of the target that was asked for, so only `make env` passes them to the set-up.
 env:
