@@ -7,6 +7,8 @@ import subprocess
 
 import pytest
 
+pytestmark = pytest.mark.install
+
 ASK = """
 import json
 from kvplug.cli import patches
