@@ -72,7 +72,7 @@ def test_the_demo_in_file_mode(tmp_path):
     """`make demo ARGS="--hook file"`: the same reuse and the same answers, with the hook in the worker's own file."""
     before = content()
     command = [sys.executable, str(DEMO), "--hook", "file", "--out", str(tmp_path), "--conversations", "1"]
-    done = subprocess.run([*command, "--turns", "2"], capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run([*command, "--turns", "2"], capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "result.json").read_text())
     assert (found["hook_mode"], found["tokens_equal"], found["logprobs_equal"]) == ("file", True, True)
