@@ -38,7 +38,7 @@ _BUILD = _ROOT / "build"
 #: All that names the connector.
 _TYPE1 = ("--kv-transfer-config", '{"kv_connector":"Type1Connector","kv_role":"kv_both"}')
 
-_START_TIMEOUT = 240.0
+_START_TIMEOUT = 600.0
 
 
 class _Interrupted(BaseException):

@@ -32,7 +32,7 @@ _STYLES = {"ok": "green", "note": "blue", "warning": "yellow", "problem": "bold 
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option(
-    "--timeout", type=click.FloatRange(min=1), default=120.0, show_default=True, help="Seconds to wait for vLLM."
+    "--timeout", type=click.FloatRange(min=1), default=300.0, show_default=True, help="Seconds to wait for vLLM."
 )
 def doctor(*, model: str | None, config: str | None, as_json: bool, timeout: float) -> None:
     """Say whether connectors will work in this environment, and what to do if not.
