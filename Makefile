@@ -5,6 +5,8 @@
 # make test-0.19  builds an environment with vLLM 0.19.1 beside it (3 GB), and runs the tests for that version
 # make soak    serves with type1 for minutes and checks that nothing grows; options: make soak ARGS="--minutes 30"
 # make bench-type1   measures what type1 costs and gains, in minutes; options: make bench-type1 ARGS="--only copies"
+# make bench-store   measures the block store, tier by tier; options: make bench-store ARGS="--only l1 disk"
+# make bench-start   measures what kvplug adds to the start of a worker; options: make bench-start ARGS="--runs 30"
 # make env     builds the environment only; options: make env ARGS="--torch-index URL"
 # make clean   removes what was built, but for the environment; make distclean removes that, too
 
@@ -15,7 +17,7 @@ JOBS ?= 2
 PYTEST = $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-0.19 soak bench-type1 check matrix env env-0.19 lint built clean distclean
+.PHONY: help demo test test-0.19 soak bench-type1 bench-store bench-start check matrix env env-0.19 lint built clean distclean
 
 help:
 	@grep '^# make' Makefile | cut -c 3-
@@ -31,7 +33,7 @@ test-0.19: env-0.19
 	.venv-0.19/bin/python -m pytest tests/v019 $(ARGS)
 
 check: lint
-	$(PYTEST) -m "not engine and not install" $(ARGS)
+	$(PYTEST) -m "not engine and not install and not server" $(ARGS)
 
 matrix: built
 	$(BIN)/python scripts/matrix.py $(ARGS)
@@ -41,6 +43,12 @@ soak: built
 
 bench-type1: built
 	@$(BIN)/python -m benchmarks.type1 $(ARGS)
+
+bench-store: built
+	@$(BIN)/python -m benchmarks.store $(ARGS)
+
+bench-start: built
+	@$(BIN)/python -m benchmarks.start $(ARGS)
 
 # ARGS are those of the target that was asked for, so only `make env` passes them to the set-up.
 env:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from demolib.client import Meter, Pass, Reply, Request, converse, send
+from demolib.files import patched_vllm
 from demolib.hook import hook_delivery
 from demolib.model import PARAMETERS, make_model
 from demolib.options import read_options
@@ -40,7 +41,7 @@ _BUILD = _ROOT / "build"
 #: All that names the connector.
 _TYPE1 = ("--kv-transfer-config", '{"kv_connector":"Type1Connector","kv_role":"kv_both"}')
 
-_START_TIMEOUT = 240.0
+_START_TIMEOUT = 600.0
 
 
 class _Interrupted(BaseException):
@@ -74,19 +75,32 @@ class Demo:
         port = free_port(self._options.port)
         with stage(self._console, f"Making a model of {PARAMETERS / 1e6:.0f} M parameters and its tokenizer"):
             model = make_model(_BUILD / "demo", self._options.seed)
-        try:
-            alone, type1 = self._start(model, port)
-            passes, hook_mode = self._passes(alone, type1)
-            if self._options.l2:
-                passes = replace(passes, restarted=self._restarted(model, port, type1, passes.alone.requests))
-        finally:
-            end(self._processes)
-        return result(passes, hook_mode, self._about(time.monotonic() - started))
+        with self._vllm() as first:
+            try:
+                alone, type1 = self._start(model, port, first)
+                passes, hook_mode = self._passes(alone, type1)
+                if self._options.l2:
+                    restarted = self._restarted(model, port, type1, passes.alone.requests, first)
+                    passes = replace(passes, restarted=restarted)
+            finally:
+                end(self._processes)
+        return result(passes, hook_mode, self._about(time.monotonic() - started), wanted=self._options.hook)
 
-    def _start(self, model: Path, port: int) -> tuple[Server, Server]:
+    @contextlib.contextmanager
+    def _vllm(self) -> Iterator[Path | None]:
+        """Have the vLLM of the server with type1: the folder that has it, or None for the installed one as it is."""
+        if self._options.hook == "import":
+            yield None
+            return
+        with contextlib.ExitStack() as stack:
+            with stage(self._console, "Putting the hook into the files of a vLLM of the demo's own"):
+                first = stack.enter_context(patched_vllm(self._options.out / "vllm"))
+            yield first
+
+    def _start(self, model: Path, port: int, first: Path | None) -> tuple[Server, Server]:
         """Start both servers; most of a start is imports, so two at once take little longer than one."""
         out: Path = self._options.out
-        type1 = Server.start(model, port, out / "server-type1.log", _BUILD, *_TYPE1)
+        type1 = Server.start(model, port, out / "server-type1.log", _BUILD, *_TYPE1, first=first)
         self._processes.append(type1.process)
         alone = Server.start(model, free_port(), out / "server-alone.log", _BUILD)
         self._processes.append(alone.process)
@@ -111,7 +125,7 @@ class Demo:
         )
         return Passes(without, cold, visit, warm), hook_delivery(type1.log)
 
-    def _restarted(self, model: Path, port: int, type1: Server, requests: Sequence[Request]) -> Pass:
+    def _restarted(self, model: Path, port: int, type1: Server, requests: Sequence[Request], vllm: Path | None) -> Pass:
         """Have the requests answered over an L2 tier, start the server again, and send them once more.
 
         It needs servers of its own: what the others stored after a reset is theirs alone, and ends with them.
@@ -119,23 +133,24 @@ class Demo:
         end([type1.process])
         folder: Path = self._options.out / "l2"
         shutil.rmtree(folder, ignore_errors=True)
-        first = self._start_over_l2(model, port, folder, "server-l2.log")
+        first = self._start_over_l2(model, port, folder, "server-l2.log", vllm)
         self._again(f"First visit, over L2 ({self._options.l2})", first, requests, _nothing)
         end([first.process])
-        second = self._start_over_l2(model, port, folder, "server-l2-again.log")
+        second = self._start_over_l2(model, port, folder, "server-l2-again.log", vllm)
         title = f"After a restart: type1 loads blocks from L2 ({self._options.l2})"
         found = self._again(title, second, requests, lambda: second.reset(store=False))
         end([second.process])
         shutil.rmtree(folder, ignore_errors=True)
         return found
 
-    def _start_over_l2(self, model: Path, port: int, folder: Path, log: str) -> Server:
+    def _start_over_l2(self, model: Path, port: int, folder: Path, log: str, vllm: Path | None) -> Server:
         config = {
             "kv_connector": "Type1Connector",
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"l2": self._options.l2, "disk_path": str(folder), "disk_size": "4GiB"},
         }
-        server = Server.start(model, port, self._options.out / log, _BUILD, "--kv-transfer-config", json.dumps(config))
+        arguments = ("--kv-transfer-config", json.dumps(config))
+        server = Server.start(model, port, self._options.out / log, _BUILD, *arguments, first=vllm)
         self._processes.append(server.process)
         with stage(self._console, f"Starting a server over L2 ({self._options.l2})") as show:
             self._wait([server], show)

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 
 from envlib.current import CurrentEnvironment
 from envlib.environment import Environment, Options, say
+from envlib.system_libraries import provide_libraries
 from envlib.v019 import V019Environment
 from envlib.workspace import SetupError, Workspace
 
@@ -94,6 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return subprocess.run([python, __file__, *sys.argv[1:]], check=False).returncode
         with only_one(root):
             kind(Workspace.read(root), Options(given.torch_index, given.find_links)).ensure()
+            if kind is CurrentEnvironment:
+                provide_libraries(root)
     except SetupError as error:
         print(f"set-up failed: {error}", file=sys.stderr)
         return 1

@@ -66,9 +66,11 @@ def test_ci_goes_on_without_the_old_engine(ci, code, reason):
 
 
 def _plan(target):
-    # Below another make, as in `make test`, make would say which folder it enters and leaves.
-    command = ["make", "--no-print-directory", "-n", target]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    # Below another make, as in `make test`, this one would take over its ARGS, and say which folder it enters.
+    inherited = ("ARGS", "MAKEFLAGS", "MAKELEVEL", "MFLAGS")
+    environment = {name: value for name, value in os.environ.items() if name not in inherited}
+    command = ["make", "-n", target]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.parametrize("target", ["test", "check"])

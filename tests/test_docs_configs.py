@@ -105,5 +105,5 @@ def test_f7_every_sample_configuration_works(models):
         "a field": good | {"kv_rolle": "kv_both"},
         "a setting": good | {"kv_connector_extra_config": {"l1_size": "1GiB"}},
     }
-    wrong = engines.run(make_connectors, model=models("llama"), samples=[*samples, *controls.items()], timeout=300)
+    wrong = engines.run(make_connectors, model=models("llama"), samples=[*samples, *controls.items()], timeout=600)
     assert wrong.keys() == controls.keys(), wrong

@@ -91,8 +91,8 @@ def test_b3_tensor_parallel_ranks_agree(runner, models):
     }
     arguments = {"model": models("llama"), "prompts": [prompt(200, 1)]}
     if not _plain:  # the runners agree without a connector, see test_harness
-        _plain.extend(engines.run(two_ranks, runner="v1", timeout=300, env=env, connector=None, **arguments))
-    ours = engines.run(two_ranks, runner=runner, timeout=300, env=env, connector=type1(), **arguments)
+        _plain.extend(engines.run(two_ranks, runner="v1", timeout=600, env=env, connector=None, **arguments))
+    ours = engines.run(two_ranks, runner=runner, timeout=600, env=env, connector=type1(), **arguments)
     for (outputs, _), (expected, _) in zip(ours, _plain, strict=True):
         compare(outputs, expected, atol=1e-5)
     loaded, skipped = [], []

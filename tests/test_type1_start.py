@@ -50,7 +50,7 @@ def test_bad_settings(models, settings, sentence):
 
 
 def test_a_missing_hook(runner, models):
-    """Without the patch type1 refuses in the worker, whichever runner is used, and says how to get it.
+    """H13: without the patch type1 refuses in the worker, whichever runner is used, and says how to get it.
 
     VLLM_PLUGINS keeps kvplug from being called, and a module path still finds the class: the classic silent trap.
     """

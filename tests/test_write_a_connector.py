@@ -120,7 +120,7 @@ def run_page_test(*, site, model):
 @pytest.mark.engine
 def test_the_pages_test_passes(models, site):
     """The test that the page shows passes."""
-    engines.run(run_page_test, site=site, model=models("llama"), timeout=300)
+    engines.run(run_page_test, site=site, model=models("llama"), timeout=600)
 
 
 # -- The reference ---------------------------------------------------------------------------------------------------
@@ -352,7 +352,7 @@ def _skipped(worker):
 def test_two_ranks_agree(models, site):
     """Tensor-parallel ranks that have stored different blocks skip the same tokens, the fewest of any rank."""
     prompts = [prompt(200, seed=40)]
-    outputs, skipped = engines.run(serve_two_ranks, site=site, model=models("llama"), prompts=prompts, timeout=300)
+    outputs, skipped = engines.run(serve_two_ranks, site=site, model=models("llama"), prompts=prompts, timeout=600)
     for warm in outputs[1:]:
         compare(warm, outputs[0], atol=1e-4)
     # Six full blocks, twice; then the two before the one that a rank has lost.

@@ -33,7 +33,7 @@ def test_b3_ranks_take_the_minimum_without_the_rest_of_the_world():
         ]
         for process in ranks:
             process.start()
-        answers = dict(results.get(timeout=60) for _ in range(2))
+        answers = dict(results.get(timeout=240) for _ in range(2))
         for process in ranks:
             process.join(60)
     assert answers == {0: [[4, 0, 5], [1]], 2: [[4, 0, 5], [1]]}

@@ -110,7 +110,7 @@ def test_several_patches_of_one_module(early):
 
 
 def test_a_running_function_is_not_disturbed(early):
-    """A call that is under way ends as it began; the next one is patched."""
+    """H14: a call that is under way ends as it began; the next one is patched."""
     more = "\n\ndef count(number):\n    yield number\n    yield number + 1\n"
     out = early('patch("count", "count")', more=more).run(
         """

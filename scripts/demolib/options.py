@@ -55,6 +55,12 @@ def read_options(arguments: Sequence[str] | None, out: Path) -> argparse.Namespa
         help="port of the server with type1 (default: any that is free)",
     )
     parser.add_argument(
+        "--hook",
+        default="import",
+        choices=("import", "file"),
+        help="how the hook gets into vLLM: as it is imported (default), or in the files of a copy made for the demo",
+    )
+    parser.add_argument(
         "--out",
         type=Path,
         default=out,

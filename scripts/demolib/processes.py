@@ -31,7 +31,11 @@ _LAUNCHER = (
 
 
 def spawn(
-    arguments: Sequence[str], build: Path, stdout: int | IO[bytes], stderr: int | IO[bytes]
+    arguments: Sequence[str],
+    build: Path,
+    stdout: int | IO[bytes],
+    stderr: int | IO[bytes],
+    first: Path | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start Python as the leader of a session of its own, so that Ctrl-C is the demo's alone to handle.
 
@@ -40,12 +44,13 @@ def spawn(
         build: Folder for vLLM's own files, and the current folder of the process.
         stdout: As `subprocess.Popen` takes it.
         stderr: The same.
+        first: Folder that comes before all others on its path.
 
     """
     return subprocess.Popen(
         [sys.executable, "-c", _LAUNCHER, sys.executable, *arguments],
         cwd=build,
-        env=_environment(build),
+        env=_environment(build) | ({} if first is None else {"PYTHONPATH": str(first)}),
         stdin=subprocess.DEVNULL,
         stdout=stdout,
         stderr=stderr,

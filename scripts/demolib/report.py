@@ -61,13 +61,14 @@ def _logprobs(replies: Iterable[Reply]) -> list[float]:
     return [logprob for reply in replies for logprob in reply.logprobs]
 
 
-def result(passes: Passes, hook_mode: str | None, about: dict[str, Any]) -> dict[str, Any]:
+def result(passes: Passes, hook_mode: str | None, about: dict[str, Any], *, wanted: str = "import") -> dict[str, Any]:
     """Return the content of `result.json`.
 
     Args:
         passes: The passes.
         hook_mode: How the hook was delivered to the running server, or None.
         about: What was run, and on what.
+        wanted: How it was to be delivered.
 
     """
     with_type1 = {"cold": passes.cold, "visit": passes.visit, "warm": passes.warm}
@@ -88,6 +89,7 @@ def result(passes: Passes, hook_mode: str | None, about: dict[str, Any]) -> dict
         "ttft_cold_s": median(passes.cold.ttfts_s),
         "ttft_warm_s": median(passes.warm.ttfts_s),
         "hook_mode": hook_mode,
+        "hook_wanted": wanted,
         "tokens_equal": all(equal for equal, _ in compared.values()),
         "logprobs_equal": max(differences.values()) <= TOLERANCE,
         "logprobs_max_difference": differences,
@@ -129,6 +131,9 @@ def faults(found: dict[str, Any]) -> list[str]:
             found["vllm_prefix_hits"] == 0
         ),
         "The hook isn't live in the server's worker, or how it got there can't be told.": bool(found["hook_mode"]),
+        f"The hook was to be delivered by {found['hook_wanted']}, and was by {found['hook_mode']}.": (
+            found["hook_mode"] in (found["hook_wanted"], None)
+        ),
     }
     if (loaded := found.get("tokens_loaded_restarted")) is not None:
         sentence = f"Only {loaded:,} of {found['prompt_tokens']:,} prompt tokens were loaded after the restart."

@@ -41,7 +41,7 @@ class Server:
         self.port = port
 
     @classmethod
-    def start(cls, model: Path, port: int, log: Path, build: Path, *options: str) -> Server:
+    def start(cls, model: Path, port: int, log: Path, build: Path, *options: str, first: Path | None = None) -> Server:
         """Start a server, and return before it is ready.
 
         Args:
@@ -50,6 +50,7 @@ class Server:
             log: File for what it prints.
             build: Folder for vLLM's own files.
             *options: Further options of vLLM's.
+            first: Folder that comes before all others on its path, with another vLLM in it.
 
         """
         # fmt: off
@@ -64,7 +65,7 @@ class Server:
         ]
         # fmt: on
         with log.open("wb") as output:
-            process = spawn(arguments, build, stdout=output, stderr=subprocess.STDOUT)
+            process = spawn(arguments, build, stdout=output, stderr=subprocess.STDOUT, first=first)
         return cls(process, port, log)
 
     @property

@@ -34,7 +34,7 @@ RUNNERS = ("v1", "v2")
 _SHOWN_LINES = 80
 
 #: Seconds to import vLLM, on a busy machine with a cold disk.
-_START_TIMEOUT = 300
+_START_TIMEOUT = 600
 
 #: Variables of the caller that would change what engines do. (Importing vLLM sets LD_PRELOAD.)
 _SETTINGS = re.compile(r"(VLLM|KVPLUG|AIBRIX|OMP|TORCH|TORCHDYNAMO|TRITON|HF|TRANSFORMERS)_|PYTHONPATH$|LD_PRELOAD$")
@@ -77,7 +77,7 @@ def run(
     *,
     runner: str = "v1",
     release: str | None = None,
-    timeout: float = 120.0,
+    timeout: float = 300.0,
     env: Mapping[str, str | None] | None = None,
     **kwargs: Any,
 ) -> T:

@@ -141,7 +141,7 @@ def serve(
     env: Mapping[str, str] | None = None,
     args: Sequence[str] = (),
     python: str = sys.executable,
-    timeout: float = 300.0,
+    timeout: float = 600.0,
 ) -> Iterator[Server]:
     """Start ``python -m vllm.entrypoints.openai.api_server`` on a free port, and stop it at the end.
 

@@ -146,6 +146,7 @@ class TestDoctor:
         assert told["runner"] == "v1"
         assert told["hook"] == {"v1": "import"}
         assert told["files"] is None
+        assert told["patches"] == []
 
     def test_all_well_is_exit_status_0(self, cli, monkeypatch):
         """The last line says what works."""
@@ -165,7 +166,7 @@ class TestDoctor:
         cli("doctor")
         cli("doctor", "--model", "m", "--kv-transfer-config", '{"kv_connector": "Conn"}', "--timeout", "7")
         (parts, _), (more, options) = cli.asked
-        assert parts == ("vllm", "autoload", "connectors", "runners", "files")
+        assert parts == ("vllm", "autoload", "connectors", "runners", "files", "patches")
         assert more == (*parts, "config", "model")
         assert options == {"model": "m", "config": {"kv_connector": "Conn"}, "timeout": 7.0}
 

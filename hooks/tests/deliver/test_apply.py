@@ -172,12 +172,23 @@ def test_diff_shows_what_apply_does(env):
     assert before.exit_code == 0
     assert env.snapshot() == original
     env.vllm().apply()
-    assert env.cli("diff").output == before.output
+    assert env.cli("diff").stdout == before.stdout
     lines = [
-        line for line in before.output.splitlines() if line.startswith(("+", "-")) and line[:3] not in ("+++", "---")
+        line for line in before.stdout.splitlines() if line.startswith(("+", "-")) and line[:3] not in ("+++", "---")
     ]
     assert len(lines) == 4
     assert all(line.startswith("+") for line in lines)
+    assert before.stderr.startswith("Left out: hybrid_page_size, which is not needed. ")
+    nothing = env.cli("diff", "--patch", "hybrid_page_size")
+    assert (nothing.exit_code, nothing.stdout, nothing.stderr) == (0, "", before.stderr)
+
+
+def test_who_finds_nothing_in_the_files_is_told_what_that_means(env):
+    """A vLLM that nobody patched isn't one without the hook: by default it is put in at import."""
+    told = "put in as vLLM imports them, which `kvplug doctor` tries"
+    assert told in env.cli("status").output
+    env.cli("apply")
+    assert told not in env.cli("status").output
 
 
 def test_from_python(env):

@@ -8,6 +8,8 @@ import pytest
 
 from kvplug_hooks.deliver import Exit
 
+pytestmark = pytest.mark.install
+
 MODULE = "vllm.v1.worker.gpu_model_runner"
 HOOKED = f"import {MODULE} as runner; print(hasattr(runner, 'before_update_states'))"
 COMPILE = "import py_compile, sys; py_compile.compile(sys.argv[1], invalidation_mode=py_compile.PycInvalidationMode.{})"

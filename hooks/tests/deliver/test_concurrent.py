@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 
+import pytest
+
+pytestmark = pytest.mark.install
+
 APPLY = """
 import sys
 from kvplug_hooks.cli import main

@@ -13,6 +13,8 @@ from kvplug_hooks.deliver import Exit
 from kvplug_hooks.deliver.bytecode import stale
 from kvplug_hooks.deliver.target import Target
 
+pytestmark = pytest.mark.install
+
 KILLED = 77
 
 #: Everything that changes something on the disk, or waits for it.

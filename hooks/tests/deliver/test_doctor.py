@@ -7,10 +7,20 @@ import subprocess
 
 import pytest
 
+pytestmark = pytest.mark.install
+
 ASK = """
 import json
-from kvplug.cli.probe import _files
-print(json.dumps(_files()))
+from kvplug.cli import patches
+print(json.dumps(patches.{question}()))
+"""
+
+#: Another distribution, with a patch that doesn't fit, and with a declaration that can't be used.
+OTHER = """
+import dataclasses
+from kvplug_hooks.patches.before_update_states import V1
+PATCHES = [dataclasses.replace(V1, id="other.patch", function="GPUModelRunner.missing")]
+BROKEN = 1
 """
 
 
@@ -18,11 +28,17 @@ print(json.dumps(_files()))
 def ask(env, own_code):
     """Return a function that asks in a process that has the environment's vLLM."""
 
-    def run():
+    def run(question="files"):
         site = f"sys.path.insert(0, {str(env.site)!r})\n"
         # The interpreter that is asked for its vLLM is this very one, and must find the same.
         variables = f"import os; os.environ['PYTHONPATH'] = {str(env.site)!r}\nimport kvplug\n"
-        done = subprocess.run(own_code(variables + site + ASK), capture_output=True, text=True, check=False, timeout=60)
+        done = subprocess.run(
+            own_code(variables + site + ASK.format(question=question)),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
@@ -70,3 +86,24 @@ def test_a_vllm_that_cannot_be_judged(env, ask):
     told = ask()
     assert told["state"] == "drifted"
     assert "isn't a manifest" in told["reasons"][0]
+
+
+def test_other_patches(env, ask):
+    """Beside the hook, each patch that there is stands as vLLM's files allow it, and what can't be used is named."""
+    assert [one["state"] for one in ask("patches")["others"]] == ["not needed"]
+    (env.site / "other.py").write_text(OTHER)
+    metadata = env.site / "other-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[kvplug.patches]\none = other:PATCHES\ntwo = other:BROKEN\n")
+    told = ask("patches")
+    assert [(one["patch"], one["state"], one["ok"]) for one in told["others"]] == [
+        ("hybrid_page_size", "not needed", True),
+        ("other.patch", "unsupported", False),
+    ]
+    assert "GPUModelRunner.missing" in told["others"][1]["reason"]
+    (reason,) = told["rejected"]
+    assert reason == (
+        "other:BROKEN of other 1.0 can't be loaded (TypeError: it is or contains a int, not a kvplug_hooks.Patch): "
+        "tell its publisher."
+    )

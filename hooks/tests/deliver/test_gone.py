@@ -6,6 +6,8 @@ import subprocess
 
 import pytest
 
+pytestmark = pytest.mark.install
+
 # The real kvplug, but for the part that needs torch.
 DISPATCH = """
 import sys, types

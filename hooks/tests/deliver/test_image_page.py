@@ -13,6 +13,8 @@ import pytest
 from kvplug_hooks.cli import main
 from kvplug_hooks.deliver import Exit
 
+pytestmark = pytest.mark.install
+
 PAGE = (Path(__file__).parents[3] / "docs" / "image.md").read_text("utf-8")
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 

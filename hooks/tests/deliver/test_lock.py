@@ -81,6 +81,7 @@ def test_the_lock_stays_beside_a_manifest(tmp_path):
     assert sorted(path.name for path in (tmp_path / FOLDER).iterdir()) == ["lock", "manifest.json"]
 
 
+@pytest.mark.install
 def test_eight_at_once_are_one_after_the_other(tmp_path, own_code):
     """Many that make and remove the lock's file at the same time never hold it together."""
     (tmp_path / "counter").write_text("0")

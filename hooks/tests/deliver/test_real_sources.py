@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from kvplug_hooks.deliver import Exit
+
+pytestmark = pytest.mark.install
 
 
 def test_the_installed_vllms_modules(make_environment, small_vllm, vllm_tree):

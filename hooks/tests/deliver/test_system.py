@@ -44,6 +44,7 @@ def test_a_refusal_in_the_middle_undoes_everything(env, monkeypatch, number, cod
     assert env.snapshot() == before
 
 
+@pytest.mark.install
 def test_a_read_only_tree(env, own_process):
     """In an image that is mounted read-only, apply says so; status and verify tell, and a second apply is fine."""
     tree = str(env.folder)

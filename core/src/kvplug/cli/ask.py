@@ -40,7 +40,7 @@ class Answer:
 
 
 def ask(
-    *parts: str, model: str | None = None, config: Mapping[str, Any] | None = None, timeout: float = 120.0
+    *parts: str, model: str | None = None, config: Mapping[str, Any] | None = None, timeout: float = 300.0
 ) -> Answer:
     """Run the probe.
 

@@ -25,7 +25,7 @@ def examine(facts: Facts) -> list[Finding]:
     """Return all findings, in the order in which things build on each other."""
     checks = [_python, _vllm]
     if facts.install is not None:
-        checks += [_answer, _unknown_plugins, _plugins, _runner, _hook, _files]
+        checks += [_answer, _unknown_plugins, _plugins, _runner, _hook, _files, _patches]
     checks += [_connectors, _skipped, _config, _settings, _aibrix]
     return [finding for check in checks for finding in check(facts)]
 
@@ -59,7 +59,7 @@ def _vllm(facts: Facts) -> Iterator[Finding]:
 def _answer(facts: Facts) -> Iterator[Finding]:
     """Report what kept vLLM from answering."""
     errors = {name: part["error"] for name, part in facts.answer.parts.items() if part.get("error")}
-    model, files = errors.pop("model", None), errors.pop("files", None)
+    model, files, patches = errors.pop("model", None), errors.pop("files", None), errors.pop("patches", None)
     for error in [*errors.values(), *filter(None, [facts.answer.error])]:
         yield Finding("vLLM", "problem", f"vLLM can't be asked: {error}", "See what `python -c 'import vllm'` says.")
     if model:
@@ -69,6 +69,8 @@ def _answer(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "Files", "warning", f"kvplug-hooks can't tell whether vLLM's files are patched: {files}", _GO_TOGETHER
         )
+    if patches:
+        yield Finding("Patches", "warning", f"kvplug-hooks can't tell which patches there are: {patches}", _GO_TOGETHER)
 
 
 # -- vLLM's plugins --------------------------------------------------------------------------------------------------
@@ -173,6 +175,29 @@ def _files(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "Files", "warning", text, "See `kvplug-hooks verify`; `kvplug-hooks revert` does without patches."
         )
+
+
+def _patches(facts: Facts) -> Iterator[Finding]:
+    """Report on patches but the hook, by what vLLM's files allow, and on declarations that nobody can use."""
+    others = facts.patches.get("others", ())
+    fine = [f"{one['patch']} {_STANDS[one['state']]}" for one in others if one["ok"]]
+    if fine:
+        yield Finding("Patches", "ok", f"Beside the hook, {' and '.join(fine)}.")
+    for one in others:
+        if not one["ok"]:
+            remedy = "See `kvplug-hooks status`; vLLM runs without this patch."
+            yield Finding("Patches", "warning", f"{one['patch']} is {one['state']}: {one['reason']}", remedy)
+    for reason in facts.patches.get("rejected", ()):
+        yield Finding("Patches", "warning", reason)
+
+
+#: How a sentence about a patch that is fine goes on.
+_STANDS = {
+    "fits": "is put in where its module is imported",
+    "already in source": "is in vLLM's files",
+    "not needed": "isn't needed",
+    "not concerned": "doesn't concern the model",
+}
 
 
 def _deliver(facts: Facts, row: Mapping[str, Any]) -> str:

@@ -32,7 +32,7 @@ _STYLES = {"ok": "green", "note": "blue", "warning": "yellow", "problem": "bold 
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option(
-    "--timeout", type=click.FloatRange(min=1), default=120.0, show_default=True, help="Seconds to wait for vLLM."
+    "--timeout", type=click.FloatRange(min=1), default=300.0, show_default=True, help="Seconds to wait for vLLM."
 )
 def doctor(*, model: str | None, config: str | None, as_json: bool, timeout: float) -> None:
     """Say whether connectors will work in this environment, and what to do if not.
@@ -70,7 +70,7 @@ def _gather(model: str | None, config: str | None, timeout: float) -> Facts:
         facts = replace(facts, **_read(config))
     if facts.install is None:
         return facts
-    parts = ["vllm", "autoload", "connectors", "runners", "files"]
+    parts = ["vllm", "autoload", "connectors", "runners", "files", "patches"]
     parts += ["config"] if facts.config is not None and not facts.config_error else []
     parts += ["model"] if model is not None else []
     with working("Asking vLLM and the connectors…"):
@@ -102,6 +102,7 @@ def _as_json(facts: Facts, findings: list[Finding], line: str, *, ok: bool) -> d
         "runner": facts.runner.kind,
         "hook": {kind: row["delivery"] for kind, row in facts.runners.items()},
         "files": facts.files or None,
+        "patches": list(facts.patches.get("others", ())),
         "connectors": facts.answer.connectors,
         "settings": facts.answer.settings,
         "config": facts.checks if facts.config is not None else None,

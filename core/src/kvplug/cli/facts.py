@@ -84,6 +84,11 @@ class Facts:
         return {key: part[key] for key in ("state", "applied", "reasons")} if part.get("state") else {}
 
     @property
+    def patches(self) -> Mapping[str, Any]:
+        """What becomes of patches of vLLM's source but the hook, and of declarations that can't be used."""
+        return self._part("patches")
+
+    @property
     def checks(self) -> list[Mapping[str, Any]]:
         """The connectors of `config`, each with what vLLM makes of it."""
         return list(self._part("config").get("checks", ()))

@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvplug.cli.ask import MARK
+from kvplug.cli.patches import files, hook_status, patches
 from kvplug.cli.tiers import tiers_of
 from kvplug.errors import KvplugError
 
@@ -129,32 +130,8 @@ def _runner(module: str) -> dict[str, Any]:
     imported = _try(lambda: {"delivery": hook_delivery(getattr(importlib.import_module(module), RUNNER_CLASS))})
     answer |= imported
     if answer["delivery"] is None and importlib.util.find_spec("kvplug_hooks") is not None:
-        answer["reason"] = _try(lambda: {"said": _hook_status(module, imported=not imported["error"])}).get("said", "")
+        answer["reason"] = _try(lambda: {"said": hook_status(module, imported=not imported["error"])}).get("said", "")
     return answer
-
-
-def _files() -> dict[str, Any]:
-    """Say what became of patches that `kvplug-hooks apply` put into vLLM's files; no state if there are none."""
-    if importlib.util.find_spec("kvplug_hooks") is None:
-        return {"state": None}
-    from kvplug_hooks.deliver import file_state
-
-    return file_state() or {"state": None}
-
-
-def _hook_status(module: str, *, imported: bool) -> str:
-    """Return what kvplug-hooks says about a module: that it was imported with, or what its source allows."""
-    if imported:
-        from kvplug_hooks import status
-
-        return " ".join(entry.reason for entry in status().values() if entry.module == module)
-    from kvplug_hooks.check import check
-    from kvplug_hooks.installed import installed
-    from kvplug_hooks.patches import all_patches
-
-    tree = installed()
-    checks = [] if tree is None else check([patch for patch in all_patches() if patch.module == module], tree)
-    return " ".join(check.reason for check in checks)
 
 
 def _model(model: str) -> dict[str, Any]:
@@ -292,7 +269,8 @@ _PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "vllm": _vllm,
     "autoload": _autoload,
     "runners": _runners,
-    "files": _files,
+    "files": files,
+    "patches": patches,
 }
 
 

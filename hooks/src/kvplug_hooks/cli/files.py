@@ -111,7 +111,11 @@ def revert_command(*, as_json: bool, **question: Any) -> None:
 def diff_command(**question: Any) -> None:
     """Print what apply changes, or has changed, as a unified diff. Nothing is changed."""
     with said():
-        text = _vllm(**question).diff()
+        vllm = _vllm(**question)
+        text = vllm.diff()
+        skipped = [one for one in vllm.status().patches if one.state in ("not needed", "not concerned")]
+    for one in skipped:
+        click.echo(f"Left out: {one.patch}, which is {one.state}. {one.reason}", err=True)
     click.echo(text, nl=False)
 
 
@@ -136,6 +140,8 @@ def _end(found: Report, code: Exit, *, as_json: bool) -> None:
         click.echo(f"vLLM {found.vllm} ({found.distribution}) in {found.folder}{shared}")
         for one in found.patches:
             click.echo(f"{one.patch}: {one.state}. {one.reason}")
+        if code == Exit.ABSENT and not found.applied:
+            click.echo("What is absent from the files is put in as vLLM imports them, which `kvplug doctor` tries.")
         for problem in found.problems:
             click.echo(f"problem: {problem}")
         for reason in found.rejected:
