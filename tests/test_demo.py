@@ -337,7 +337,16 @@ def test_the_demo_shows_reuse_on_a_real_server(tmp_path: Path):
     assert "hooks of Type1Connector" in (tmp_path / "server-type1.log").read_text()
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Undo what a shell does to its background jobs: they, and what they start, ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.engine
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("until", ["", "L1 holds"], ids=["early", "with all processes"])
 def test_ctrl_c_leaves_no_process_behind(tmp_path: Path, until: str):
     """SIGINT as the servers' first processes start, and when workers are there, too, ends all, with status 130."""
