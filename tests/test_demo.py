@@ -348,7 +348,16 @@ def test_a_restart_that_is_not_warm_is_a_fault():
     assert any("after the restart" in sentence for sentence in report.faults(cold))
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Undo what a shell does to its background jobs: they, and what they start, ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.engine
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("until", ["", "L1 holds"], ids=["early", "with all processes"])
 def test_ctrl_c_leaves_no_process_behind(tmp_path: Path, until: str):
     """SIGINT as the servers' first processes start, and when workers are there, too, ends all, with status 130."""

@@ -135,6 +135,7 @@ for module in list(sys.modules.values()):
 """
 
 
+@pytest.mark.engine  # imports torch in a process of its own
 @pytest.mark.parametrize("own", [True, False], ids=["kvplug's import", "plain import"])
 def test_another_engine_can_start_after_it(own):
     """The libraries imported for it can be inspected as vLLM does; after a plain import of llvmlite they can't."""
