@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 from statistics import median
 
-from benchmarks.type1.figures import Figure, as_json, as_table, spread
-from benchmarks.type1.processes import ROOT, set_environment
+from benchmarks.common.figures import Figure, as_json, as_table, spread
+from benchmarks.common.processes import ROOT, set_environment
 
 _WALL, _CPU = 0, 1
 #: Seconds that a worker may take more than one without kvplug.
