@@ -6,12 +6,17 @@ from array import array
 
 from kvplug.store.policies.base import EvictionPolicy, register_policy
 from kvplug.store.policies.ghosts import GhostQueue
-from kvplug.store.policies.slot_queue import SlotQueue
 
 __all__ = ["S3FIFO"]
 
 _SMALL_SHARE = 0.1
-_MAX_USES = 3
+
+#: A slot's state: how often it was used, up to three times, and two bits.
+_USES = _MAX_USES = 3
+_IN_MAIN = 4
+_PINNED = 8
+
+_ABSENT = -1
 
 #: Used candidates that one eviction passes over. The original has no such bound: where everything was used three times,
 #: one eviction there passes over everything three times. On skewed traces, with and without scans, it costs at most one
@@ -39,60 +44,73 @@ class S3FIFO(EvictionPolicy):
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
         self._small_target = max(1, int(num_slots * _SMALL_SHARE))
+        # Each queue's two ends meet in an entry behind those of the slots.
+        self._small, self._main = num_slots, num_slots + 1
         self.clear()
 
     def added(self, slot: int, key: bytes) -> None:
         """Queue the slot: in the main queue if its key was evicted not long ago, or else in the small one."""
         fingerprint = hash(key)
         self._fingerprints[slot] = fingerprint
-        self._uses[slot] = 0
-        (self._main if self._ghosts.discard(fingerprint) else self._small).append(slot)
+        if self._ghosts.discard(fingerprint):
+            self._state[slot] = _IN_MAIN
+            self._append(slot, self._main)
+        else:
+            self._state[slot] = 0
+            self._append(slot, self._small)
+            self._small_length += 1
         self._candidates += 1
 
     def hit(self, slot: int) -> None:
         """Count a use."""
-        if self._uses[slot] < _MAX_USES:
-            self._uses[slot] += 1
+        if self._state[slot] & _USES < _MAX_USES:
+            self._state[slot] += 1
 
     def pinned(self, slot: int) -> None:
         """Remember that the slot is pinned."""
-        self._pinned[slot] = 1
+        self._state[slot] |= _PINNED
         self._candidates -= 1
 
     def unpinned(self, slot: int) -> None:
         """Forget that the slot was pinned; if it was put aside, it enters the main queue."""
-        self._pinned[slot] = 0
+        self._state[slot] &= ~_PINNED
         self._candidates += 1
-        if slot not in self._small and slot not in self._main:
-            self._main.append(slot)
+        if self._next[slot] == _ABSENT:
+            self._state[slot] |= _IN_MAIN
+            self._append(slot, self._main)
 
     def removed(self, slot: int) -> None:
         """Take the slot out of its queue, if it is in one."""
-        for queue in (self._small, self._main):
-            if slot in queue:
-                queue.remove(slot)
-        if self._pinned[slot]:
-            self._pinned[slot] = 0
-        else:
+        following, previous, state = self._next[slot], self._previous[slot], self._state[slot]
+        if following != _ABSENT:
+            self._next[previous] = following
+            self._previous[following] = previous
+            self._next[slot] = _ABSENT
+            if not state & _IN_MAIN:
+                self._small_length -= 1
+        if not state & _PINNED:
             self._candidates -= 1
 
     def victim(self) -> int | None:
         """Take out the next candidate: of the small queue if that has more than its share, or else of the main one."""
         if not self._candidates:
             return None
-        small, main, pinned, uses = self._small, self._main, self._pinned, self._uses
+        following, previous, state, main = self._next, self._previous, self._state, self._main
         to_spare = _MAX_SPARED
         while True:
-            from_small = len(small) >= self._small_target or not len(main)
-            slot = (small if from_small else main).pop()
-            assert slot is not None  # some queue has a candidate
-            if pinned[slot]:
+            from_small = self._small_length >= self._small_target or following[main] == main
+            end = self._small if from_small else main
+            spared, slot = self._spare(end, to_spare)
+            if spared:
+                to_spare -= spared
                 continue
-            if not (uses[slot] and to_spare):
+            second = following[end] = following[slot]
+            previous[second] = end
+            following[slot] = _ABSENT
+            if from_small:
+                self._small_length -= 1
+            if not state[slot] & _PINNED:
                 break
-            to_spare -= 1
-            uses[slot] = 0 if from_small else uses[slot] - 1
-            main.append(slot)
         self._candidates -= 1
         if from_small:
             self._ghosts.add(self._fingerprints[slot])
@@ -100,10 +118,54 @@ class S3FIFO(EvictionPolicy):
 
     def clear(self) -> None:
         """Empty all queues."""
-        self._small = SlotQueue(self._num_slots)
-        self._main = SlotQueue(self._num_slots)
+        # Both queues are doubly linked lists in the same two arrays, so that a part of one is put into the other, or
+        # at its own end, by changing the links at the part's ends.
+        self._next = array("i", [_ABSENT]) * (self._num_slots + 2)
+        self._previous = array("i", self._next)
+        for end in (self._small, self._main):
+            self._next[end] = self._previous[end] = end
+        self._small_length = 0
         self._ghosts = GhostQueue(max(1, self._num_slots - self._small_target))
         self._fingerprints = array("q", [0]) * self._num_slots
-        self._uses = bytearray(self._num_slots)
-        self._pinned = bytearray(self._num_slots)
+        self._state = bytearray(self._num_slots)
         self._candidates = 0
+
+    def _append(self, slot: int, end: int) -> None:
+        previous = self._previous
+        last = previous[end]
+        self._next[last] = previous[end] = slot
+        previous[slot] = last
+        self._next[slot] = end
+
+    def _spare(self, end: int, limit: int) -> tuple[int, int]:
+        """Move the used candidates that a queue begins with to the end of the main queue.
+
+        Args:
+            end: Which queue: what its ends meet in.
+            limit: How many, at most.
+
+        Returns:
+            How many, and the slot that is first now; the queue's end if there is none.
+
+        """
+        following, state, main = self._next, self._state, self._main
+        in_main = end == main
+        if not in_main:
+            # No more than what exceeds its share; one, where it is the main queue that has nothing.
+            limit = min(limit, max(1, self._small_length - self._small_target + 1))
+        first = slot = following[end]
+        last, count = end, 0
+        while count < limit and slot != end and 0 < (uses := state[slot] & (_USES | _PINNED)) < _PINNED:
+            state[slot] = _IN_MAIN | uses - 1 if in_main else _IN_MAIN
+            last, slot = slot, following[slot]
+            count += 1
+        if count:
+            previous = self._previous
+            following[end] = slot
+            previous[slot] = end
+            tail = previous[main]
+            following[tail], previous[first] = first, tail
+            following[last], previous[main] = main, last
+            if not in_main:
+                self._small_length -= count
+        return count, slot
