@@ -18,7 +18,7 @@ import stat
 import zlib
 from dataclasses import dataclass
 
-__all__ = ["MAX_SHARDS", "Layout", "Value", "charge", "charge_of", "overhead", "reserved", "shards_for"]
+__all__ = ["MAX_SHARDS", "Layout", "Value", "charge", "charge_of", "look", "overhead", "reserved", "shards_for"]
 
 _FORMAT = "kvplug-disk-1"
 _VALUES = re.compile(r"values-(\d{1,5})")
@@ -40,15 +40,6 @@ MAX_SHARDS = 4096
 def charge(size: int, blocks: int = 0) -> int:
     """Return the bytes that a file takes: of `size` bytes, in `blocks` units of 512 bytes as `stat` has them."""
     return max(-(-size // _PAGE) * _PAGE, blocks * 512) + _ENTRY_BYTES
-
-
-def charge_of(path: str) -> int | None:
-    """Return the bytes that a value's file takes, or None if there is none."""
-    try:
-        status = os.lstat(path)
-    except FileNotFoundError:
-        return None
-    return charge(status.st_size, status.st_blocks) if stat.S_ISREG(status.st_mode) else None
 
 
 def reserved(size: int) -> int:
@@ -86,6 +77,23 @@ class Value:
     path: str
     charge: int
     size: int
+
+
+def look(path: str) -> Value | None:
+    """Return a value's file, or None if there is none."""
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(status.st_mode):
+        return None
+    return Value(status.st_mtime_ns, path, charge(status.st_size, status.st_blocks), status.st_size)
+
+
+def charge_of(path: str) -> int | None:
+    """Return the bytes that a value's file takes, or None if there is none."""
+    value = look(path)
+    return None if value is None else value.charge
 
 
 class Layout:

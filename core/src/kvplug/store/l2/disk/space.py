@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-from kvplug.store.l2.disk.layout import Layout, Value, charge_of, overhead, reserved, shards_for
+from kvplug.store.l2.disk.layout import Layout, Value, charge_of, look, overhead, reserved, shards_for
 from kvplug.store.l2.disk.ledger import Counts, Ledger, ledger_bytes
 
 __all__ = ["Reuse", "Space", "pause"]
@@ -26,10 +26,10 @@ __all__ = ["Reuse", "Space", "pause"]
 #: Shards are read at random until so many values were seen, or so many shards read, and the oldest of them go.
 _SEEN_VALUES = 16
 _SEEN_SHARDS = 4
-#: Of what was seen, one in so many goes, but not more than so many at once. Reading a shard costs what it holds: this
-#: makes the cost of one eviction the same in small and large directories, and bounds for how long others wait.
-_EVICTED_SHARE = 16
-_EVICTED_AT_ONCE = 256
+#: Of what was seen, one in so many is noted, to go when room is wanted, but not more than so many. Reading a shard costs
+#: what it holds: this makes the cost of one eviction the same in small and large directories.
+_NOTED_SHARE = 16
+_NOTED_AT_ONCE = 256
 
 #: Seconds between two looks for what others changed: one shard each time, and the temporary files.
 _PATROL_SECONDS = 1.0
@@ -67,6 +67,8 @@ class Space:
         self.ledger = Ledger(self.layout.ledger, self._prepare)
         #: Bytes that values and temporary files may take. Known once something has locked the ledger.
         self.limit = 0
+        #: The next values to go, the oldest last, with their shards. Used with the ledger locked.
+        self._oldest: list[tuple[Value, int]] = []
         self._patrolled = time.monotonic()
         self._patrol_shard = random.randrange(1 << 16)  # noqa: S311 - processes shouldn't all begin with the same
 
@@ -74,6 +76,7 @@ class Space:
         shards = self.layout.find_shards() or recorded or shards_for(self.capacity_bytes, self._value_bytes)
         self.layout = Layout(self.layout.root, shards)
         self.layout.make()
+        self._oldest = []
         self.limit = self.capacity_bytes - overhead(shards, ledger_bytes(shards))
         return shards
 
@@ -199,26 +202,33 @@ class Space:
         return True
 
     def _evict(self, counts: Counts, reuse: Reuse | None = None) -> bool:
-        """Read a few shards, count them anew, and evict the oldest of what they hold; False if all are empty.
+        """Evict one value; False if all shards are empty.
 
         May end without having evicted anything, where a shard held less than was thought.
         """
+        while self._oldest:
+            listed, shard = self._oldest.pop()
+            value = look(listed.path)
+            # Not if somebody has used it, or written another one, since it was listed.
+            if value is not None and value.used_ns == listed.used_ns:
+                if reuse is None or not reuse.take(counts, value, shard):
+                    self._unlink(counts, shard, value.path, value.charge)
+                return True
+        return self._find_oldest(counts)
+
+    def _find_oldest(self, counts: Counts) -> bool:
+        """Read a few shards, count them anew, and note the oldest of what they hold; False if all are empty."""
         occupied = counts.occupied
         if not len(occupied):
             return False
-        before = counts.used
         seen: list[tuple[Value, int]] = []
         for index in random.sample(range(len(occupied)), min(_SEEN_SHARDS, len(occupied))):
             shard = int(occupied[index])
             seen += [(value, shard) for value in self.count_area(counts, shard)]
             if len(seen) >= _SEEN_VALUES:
                 break
-        if counts.used < before:
-            return True
-        number = min(max(1, len(seen) // _EVICTED_SHARE), _EVICTED_AT_ONCE)
-        for value, shard in heapq.nsmallest(number, seen):
-            if reuse is None or not reuse.take(counts, value, shard):
-                self._unlink(counts, shard, value.path, value.charge)
+        number = min(max(1, len(seen) // _NOTED_SHARE), _NOTED_AT_ONCE)
+        self._oldest = heapq.nsmallest(number, seen)[::-1]
         return True
 
     def _unlink(self, counts: Counts, shard: int, path: str, taken: int) -> None:

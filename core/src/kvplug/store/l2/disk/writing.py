@@ -21,6 +21,7 @@ from kvplug.store.l2.disk.layout import Value, charge, charge_of, reserved
 from kvplug.store.l2.disk.ledger import Counts
 from kvplug.store.l2.disk.reading import LONGEST_READ, mark
 from kvplug.store.l2.disk.space import Space, pause
+from kvplug.store.l2.disk.together import together
 
 __all__ = ["Writer"]
 
@@ -147,12 +148,16 @@ class Writer:
     def _write_group(self, items: Sequence[Item], deadline: float) -> _Group:
         """Set room aside for the first few values, and write them."""
         group = _Group(self._first(items))
+
+        def fill(index: int) -> None:
+            self._fill(group.temporaries[index], group.items[index][1])
+            self._check(deadline)
+
         try:
             self._reserve(group, deadline)
-            for (_, value), temporary in zip(group.items, group.temporaries, strict=False):
-                self._fill(temporary, value)
-                group.written += 1
-                self._check(deadline)
+            group.written, failed = together(fill, len(group.temporaries))
+            if failed is not None:
+                raise failed
         except OSError as error:
             self._abandon(group.temporaries[group.written :])
             if error.errno in _NO_ROOM:
@@ -247,6 +252,8 @@ class Writer:
             files.write_over(descriptor, value)
         else:
             files.write_buffered(descriptor, value)
+        if not direct:
+            files.start_writeback(descriptor)
 
     def _publish(self, group: _Group, deadline: float) -> list[bool]:
         """Give files that are whole the names of their keys; False for those that somebody has deleted from outside."""
