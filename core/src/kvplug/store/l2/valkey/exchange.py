@@ -11,7 +11,7 @@ from kvplug.store.l2.valkey.deadline import Deadline
 from kvplug.store.l2.valkey.node import Node
 from kvplug.store.l2.valkey.resp import Payload, Reply
 
-__all__ = ["Command", "Exchange"]
+__all__ = ["Command", "Exchange", "exchange_at_once"]
 
 
 class Command(NamedTuple):
@@ -110,6 +110,37 @@ class Exchange:
         self._connection = self.node.dial(self._deadline)
         self._sent = 0
         self._send()
+
+
+def exchange_at_once(node: Node, commands: Sequence[Command], deadline: Deadline) -> list[Reply]:
+    """Send commands to a node and return the replies: an `Exchange` whose window has room for all, at half the cost.
+
+    Raises:
+        TierError: It didn't work.
+
+    """
+    pieces = _pieces(commands)
+    connection = node.acquire(deadline)
+    replies: list[Reply] = []
+    try:
+        try:
+            connection.send(pieces, deadline)
+            replies.append(connection.reply(commands[0].into))
+        except LostError:
+            if not connection.reused:
+                raise
+            node.discard(connection)
+            node.drop_idle()  # they are as old, and as dead
+            connection = node.dial(deadline)
+            connection.send(pieces, deadline)
+        for index in range(len(replies), len(commands)):
+            replies.append(connection.reply(commands[index].into))  # noqa: PERF401 - kept if one fails
+    except BaseException:
+        # What comes over it next belongs to nobody.
+        node.discard(connection)
+        raise
+    node.release(connection)
+    return replies
 
 
 def _pieces(commands: Iterable[Command]) -> list[Payload]:

@@ -47,15 +47,25 @@ class Router:
         self._understood = understood
         self._outcomes: list[Reply | TierError] = [None] * len(commands)
 
-    def run(self, deadline: Deadline) -> list[Reply | TierError]:
+    def run(
+        self, deadline: Deadline, asked: Node | None = None, replies: Sequence[Reply] = ()
+    ) -> list[Reply | TierError]:
         """Return the commands' replies, or why there is none.
+
+        Args:
+            deadline: By when.
+            asked: Who was sent the commands already, and where some of them may have to go on from.
+            replies: What it replied.
 
         Raises:
             TierError: There is one server, and it failed, or all of a cluster have.
 
         """
         topology = self._topology
-        if topology.clustered:
+        groups: _Groups = {}
+        if asked is not None:
+            self._sort(asked, list(range(len(replies))), replies, groups)
+        elif topology.clustered:
             topology.refresh_if_due(deadline)
             groups = self._by_node()
         else:
@@ -144,7 +154,7 @@ class Router:
             commands = [item for command in commands for item in (_ASKING, command)]
         return Exchange(node, commands, self._window * (1 + asking))
 
-    def _sort(self, node: Node, indices: list[int], replies: list[Reply], elsewhere: _Groups) -> None:
+    def _sort(self, node: Node, indices: list[int], replies: Sequence[Reply], elsewhere: _Groups) -> None:
         """Keep the replies that are answers, and see what the others mean."""
         problem = None
         for index, reply in zip(indices, replies, strict=True):

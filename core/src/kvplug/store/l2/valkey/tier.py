@@ -13,8 +13,8 @@ from kvplug.settings import Settings as AnySettings
 from kvplug.store.l2.tier import Tier, TierError, Usage
 from kvplug.store.l2.valkey.connection import Connection
 from kvplug.store.l2.valkey.deadline import Deadline
-from kvplug.store.l2.valkey.exchange import Command
-from kvplug.store.l2.valkey.resp import Reply, encode
+from kvplug.store.l2.valkey.exchange import Command, exchange_at_once
+from kvplug.store.l2.valkey.resp import ErrorReply, Reply, encode
 from kvplug.store.l2.valkey.routing import Router
 from kvplug.store.l2.valkey.settings import ValkeySettings
 from kvplug.store.l2.valkey.topology import Topology, ask
@@ -156,8 +156,22 @@ class ValkeyTier(Tier):
     def _run(
         self, commands: Sequence[Command], timeout: float, window: int | None = None, understood: Sequence[str] = ()
     ) -> list[Reply | TierError]:
-        topology = self._opened()
-        return Router(topology, commands, window or max(1, len(commands)), understood).run(Deadline(timeout))
+        deadline, topology = Deadline(timeout), self._opened()
+        count = len(commands)
+        router_window = window or max(1, count)
+        if topology.clustered or not 0 < count <= router_window:
+            return Router(topology, commands, router_window, understood).run(deadline)
+        # One server: nobody has to be looked for, unless it says that there are others.
+        node = topology.masters[0]
+        try:
+            replies = exchange_at_once(node, commands, deadline)
+        except TierError as problem:
+            topology.failed(node, problem)
+            raise
+        if any(type(reply) is ErrorReply for reply in replies):
+            return Router(topology, commands, router_window, understood).run(deadline, node, replies)
+        node.worked()
+        return list(replies)
 
     def _warn_of_no_eviction(self, topology: Topology, deadline: Deadline) -> None:
         """Warn of a server that would fill up for good; the user may have no right to ask, which is no error."""
