@@ -61,6 +61,25 @@ def test_d9_a_reset_leaves_l2_behind(models, plain, tmp_path):
     assert again.counts["tokens_loaded"] == WHOLE
 
 
+def test_i14_what_fits_locally_costs_nothing(models, plain, tmp_path):
+    """I14: L2 is asked once for each new block, not at all for what vLLM has itself, and nothing is copied for that."""
+    connector = type1(l2="disk", disk_path=str(tmp_path / "l2"), disk_size="256MiB", l2_load_timeout=30, l2_timeout=60)
+    longer = [old + prompt(2 * BLOCK, seed=-len(old)) for old in PROMPTS]
+    script = [ASK, ASK, OneByOne(longer, 4)]
+    cold, local, grown = run(script, model=models("llama"), connector=connector).rounds
+    compare(cold.outputs, plain, atol=CLOSE)
+    compare(local.outputs, plain, atol=CLOSE)
+    looked_up = "blocks_looked_up"
+    assert 0 < cold.counts[looked_up] <= WHOLE // BLOCK
+    new = sum(len(prompt) // BLOCK for prompt in longer) - WHOLE // BLOCK
+    assert 0 < grown.counts[looked_up] <= new
+    for each in (cold, local, grown):
+        assert each.counts["l2_lookups:disk"] <= each.counts[looked_up]
+        assert each.counts["l2_blocks_read:disk"] == each.counts["blocks_loaded"] == 0
+    assert local.counts[looked_up] == local.counts["blocks_saved"] == local.counts["l2_blocks_written:disk"] == 0
+    assert grown.counts["blocks_saved"] == new
+
+
 def _with_faulty_tier(*, script, **kwargs):
     """Job: an engine over a tier that does what the script says."""
     use()

@@ -1,17 +1,19 @@
-"""type1 over real L2 tiers that engines share, and that fail while an engine runs."""
+"""type1 over real L2 tiers that engines share, that fail while an engine runs, and that two ranks write to."""
 
 from __future__ import annotations
 
 import random
 import shutil
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from support import engines
-from support.driver import OneByOne, drive, type1
-from support.l2_steps import Gauges, Held, SwapValues, dont_check, fill_disk, forget, recovered
+from support import llm as engine
+from support.driver import Generate, OneByOne, drive, type1
+from support.l2_steps import Gauges, Held, Killed, SwapValues, dont_check, fill_disk, forget, recovered
 from support.llm import compare
 from support.valkey import Server, find_binary
 
@@ -32,6 +34,11 @@ WHOLE = sum(length // BLOCK * BLOCK for length in LENGTHS)
 ASK = OneByOne(PROMPTS, 4)
 #: Nothing times out, however busy the machine is.
 PATIENT = {"l2_load_timeout": 30, "l2_timeout": 60}
+
+
+def on_disk(folder):
+    """Return the files in a folder that can be a block's."""
+    return [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > 1 << 14]
 
 
 @pytest.fixture(scope="module")
@@ -166,3 +173,63 @@ def test_a_directory_that_vanishes_and_fills_up(models, plain, tmp_path):
     assert min(each["l2_writes_refused:disk"] for each in (filled, still)) == WHOLE // BLOCK
     assert sum(each["load_errors"] + each["save_errors"] for each in (gone, filled)) == 0
     assert held[1] <= held[0]
+
+
+def test_i1_nothing_is_left_of_engines_that_were_killed(models, plain, tmp_path):
+    """I1: after kill -9 during writes, five times, /dev/shm has nothing of theirs, and the directory whole values only.
+
+    The next engine starts warm on what they have left.
+    """
+    folder, note = tmp_path / "l2", tmp_path / "note"
+    connector = type1(l2="disk", disk_path=str(folder), disk_size="256MiB", **PATIENT)
+    kwargs = {"model": models("llama"), "connector": connector, "timeout": 300}
+    prompts = [prompt(300 + turn) for turn in range(5)]
+    for one in prompts:
+        with pytest.raises(engines.JobError, match="signal SIGKILL"):
+            engines.run(drive, script=[Generate([one], 2), Killed(str(note))], **kwargs)
+        assert [name for name in note.read_text().splitlines() if Path(name).exists()] == []
+        note.unlink()
+    values = len(on_disk(folder))
+    rounds = engines.run(drive, script=[OneByOne(prompts, 2), forget, ASK, forget, ASK], **kwargs).rounds
+    assert 0 < rounds[0].counts["l2_blocks_read:disk"] <= values
+    assert [each.counts["l2_damaged:disk"] for each in rounds] == [0, 0, 0]
+    compare(rounds[2].outputs, plain, atol=CLOSE)
+    assert rounds[2].counts["tokens_loaded"] == WHOLE
+    assert len(on_disk(folder)) == sum(len(one) // BLOCK for one in (*prompts, *PROMPTS))
+
+
+def _tokens_loaded(worker):
+    from vllm.distributed.kv_transfer import kv_transfer_state
+
+    return worker.rank, kv_transfer_state.get_kv_transfer_group().worker.stats.totals().get("tokens_loaded", 0)
+
+
+def two_ranks(*, prompts, **kwargs):
+    """Job: generate on two ranks; return the outputs, and the tokens that each rank has loaded."""
+    import cloudpickle
+
+    # Workers can't import this file: what they are asked to run travels as code.
+    cloudpickle.register_pickle_by_value(sys.modules[_tokens_loaded.__module__])
+    llm = engine.make_llm(tensor_parallel_size=2, num_gpu_blocks=64, max_model_len=512, **kwargs)
+    outputs = [engine.generate(llm, [prompt], 4)[0] for prompt in prompts]
+    loaded = [tokens for _, tokens in sorted(llm.collective_rpc(_tokens_loaded))]
+    llm.llm_engine.engine_core.shutdown()  # what is on its way to L2 is written
+    return outputs, loaded
+
+
+def test_two_ranks_share_a_directory(models, plain, tmp_path):
+    """TP=2: each rank keeps its own part of each block, and a new engine's ranks find all of them."""
+    env = {
+        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }
+    connector = type1(l2="disk", disk_path=str(tmp_path), disk_size="256MiB", **PATIENT)
+    kwargs = {"model": models("llama"), "prompts": PROMPTS, "connector": connector, "env": env, "timeout": 600}
+    cold, cold_loaded = engines.run(two_ranks, **kwargs)
+    files = on_disk(tmp_path)
+    warm, warm_loaded = engines.run(two_ranks, **kwargs)
+    compare(cold, plain, atol=1e-4)  # sums are split between the ranks
+    compare(warm, cold, atol=CLOSE)
+    assert [cold_loaded, warm_loaded] == [[0, 0], [WHOLE, WHOLE]]
+    assert len(files) == 2 * WHOLE // BLOCK

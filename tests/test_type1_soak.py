@@ -21,6 +21,7 @@ RUNS = {
     "v1": {"requests": 1500, "seed": 1},
     "v1-asynchronous": {"requests": 1250, "seed": 2, "asynchronous": True},
     "v2": {"requests": 60, "seed": 3},
+    "v1-disk": {"requests": 1000, "seed": 5},
 }
 
 
@@ -31,16 +32,19 @@ def samples(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_b6_c13_i3_nothing_grows(models, samples, name):
+def test_b6_c13_i3_nothing_grows(models, samples, tmp_path, name):
     """Over an L1 of 16 blocks that evicts all the time, with aborts, preemptions and resets, nothing grows or stays.
+
+    Nor with an L2 tier behind it that evicts, too, and never has more than it may.
 
     That is: memory, descriptors, threads, vLLM's blocks in use, pins, copies under way, requests tracked, block
     tables, and every container of the scheduler half, the worker half and the dispatcher.
     """
     runner = name[:2]
     arguments = RUNNER_SETTINGS[runner] | RUNS[name]
+    disk = str(tmp_path / "l2") if name.endswith("disk") else None
     report = engines.run(
-        soak, runner=runner, timeout=400, model=models("llama"), samples=str(samples / name), **arguments
+        soak, runner=runner, timeout=400, model=models("llama"), samples=str(samples / name), disk=disk, **arguments
     )
     print(f"seed {arguments['seed']}: {report.line()}")
     assert report.problems == []
@@ -54,6 +58,10 @@ def test_b6_c13_i3_nothing_grows(models, samples, name):
     assert report.counts["blocks_evicted"] > 100 * hundreds
     assert report.counts["blocks_hit"] > 5 * hundreds
     assert report.samples > 3 * hundreds
+    if disk:
+        assert report.counts["l2_blocks_read:disk"] > 20 * hundreds
+        assert report.counts["l2_blocks_written:disk"] > 100 * hundreds
+        assert report.counts["l2_damaged:disk"] == report.counts["l2_errors:disk"] == 0
     if report.requests > 1000:
         assert report.all_resets > 1
 

@@ -18,7 +18,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
@@ -95,9 +95,13 @@ def _forget(folder: Path) -> None:
 
 
 def _slots(number: int, size: int) -> list[memoryview]:
-    """Return values like those of a slab: a header and a payload, each slot on a page boundary."""
+    """Return values like those of a slab: a header and a payload, each slot on a page boundary, in huge pages."""
     stride = -(-(size + _HEADER) // mmap.PAGESIZE) * mmap.PAGESIZE
-    memory = memoryview(mmap.mmap(-1, number * stride))
+    mapping = mmap.mmap(-1, number * stride, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    memory = memoryview(mapping)
     for start in range(0, len(memory), _MIB):
         part = memory[start : start + _MIB]
         part[:] = os.urandom(len(part))

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kvplug.store.l2.value import HEADER_BYTES
 from support import llm as engine
 from support.valkey import command, until
 
-__all__ = ["Gauges", "Held", "SwapValues", "dont_check", "drain", "fill_disk", "forget", "recovered"]
+__all__ = ["Gauges", "Held", "Killed", "SwapValues", "dont_check", "drain", "fill_disk", "forget", "recovered"]
 
 
 def drain(llm: Any) -> None:
@@ -81,6 +83,24 @@ def fill_disk() -> Callable[[], None]:
 
 
 @dataclass(frozen=True)
+class Killed:
+    """A step that writes down what of /dev/shm the process has mapped or open, and kills it.
+
+    Attributes:
+        note: File to write the names to, one a line.
+    """
+
+    note: str
+
+    def __call__(self, llm: Any) -> None:
+        """Write, and end."""
+        names = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+        names |= {str(fd.readlink()) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()}
+        Path(self.note).write_text("\n".join(sorted(name for name in names if name.startswith("/dev/shm/"))))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass(frozen=True)
 class SwapValues:
     """A step that gives each key in a Valkey the next key's value, with the halves of the block exchanged.
 
@@ -92,9 +112,10 @@ class SwapValues:
 
     def __call__(self, llm: Any) -> None:
         """Exchange them."""
-        names = command(self.port, "KEYS", "*")
-        assert isinstance(names, list)
-        assert len(names) > 1, "nothing to exchange"
+        listed = command(self.port, "KEYS", "*")
+        assert isinstance(listed, list)
+        assert len(listed) > 1, "nothing to exchange"
+        names = [name for name in listed if isinstance(name, bytes)]
         values = [command(self.port, "GET", name) for name in names]
         for name, value in zip(names, values[1:] + values[:1], strict=True):
             assert isinstance(value, bytes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+
 import pytest
 
 from kvplug.errors import ConfigError
@@ -26,6 +28,18 @@ def test_what_was_written_is_read():
         assert all((tier.slab.view(slot) == 1).all() for slot in slots)
     assert tier.used_bytes == 3 << 16
     assert tier.capacity_bytes == 1 << 20
+
+
+@pytest.mark.parametrize("header", [0, 64])
+@pytest.mark.parametrize("block", [4097, 65_536, 100_000, 1 << 20, (1 << 20) + 4096, 4_718_592])
+def test_i2_a_tier_takes_what_it_was_given(block, header):
+    """I2: not a byte more is mapped than was asked for, and no more is left unused than a block and 1 % per block."""
+    asked = 300 * block + 12_345
+    tier = MemoryTier.with_capacity(asked, block, header_bytes=header)
+    usable = tier.slab.num_slots * block
+    assert tier.slab.nbytes == tier.capacity_bytes <= asked
+    assert asked - usable <= block + mmap.PAGESIZE + tier.slab.num_slots * (header + block // 100)
+    tier.close()
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MemoryError(), KeyboardInterrupt()])

@@ -28,6 +28,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="decides all that happens (default: 0)")
     parser.add_argument("--runner", choices=engines.RUNNERS, default="v1", help="vLLM's model runner (default: v1)")
     parser.add_argument("--asynchronous", action="store_true", help="with asynchronous scheduling")
+    parser.add_argument("--l2", choices=["disk"], help="with an L2 tier behind L1 (default: none)")
     options = parser.parse_args()
     minutes = options.minutes if options.requests is None else None
     print(
@@ -47,6 +48,7 @@ def main() -> int:
             asynchronous=options.asynchronous,
             minutes=minutes,
             progress=_printed(Path(folder) / "progress"),
+            disk=str(Path(folder) / "l2") if options.l2 else None,
             **RUNNER_SETTINGS[options.runner],
         )
         print(f"{report.line()}; comparing {report.samples} samples to a plain engine's", flush=True)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import pickle
 import random
+import stat
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from support import llm as engine
 from support.driver import count_preemptions, counts, keep_asynchronous_scheduling, leftovers, type1
+from support.l2_steps import drain
 from support.llm import Output, to_output
 from support.soak.flat import Limits, Snapshot
 from support.soak.leaks import BLOCK_BYTES, Leak, put_in
@@ -20,6 +23,9 @@ from support.soak.traffic import Ask, Traffic
 
 #: Blocks in L1, and in vLLM's own cache. What is asked at a time needs more.
 _L1_BLOCKS, _GPU_BLOCKS = 16, 25
+
+#: Bytes that L2 may have: room for fewer blocks than what is asked for in a round.
+_DISK_SIZE = 6 << 20
 
 _LIMITS = Limits()
 
@@ -53,9 +59,13 @@ class Report:
         return (
             f"{self.requests} requests ({self.aborted} aborted), {self.steps} steps, {self.preemptions} preemptions, "
             f"{self.local_resets}+{self.all_resets} resets, {self.counts['blocks_hit']} blocks hit, "
-            f"{self.counts['blocks_evicted']} evicted, {self.last.memory / 2**20:.1f} MiB, "
+            f"{self.counts['blocks_evicted']} evicted, {self._l2()}{self.last.memory / 2**20:.1f} MiB, "
             f"{self.last.descriptors} descriptors, {self.last.threads} threads"
         )
+
+    def _l2(self) -> str:
+        names = {"read": "l2_blocks_read:disk", "written": "l2_blocks_written:disk"}
+        return "".join(f"{self.counts[name]} {verb}, " for verb, name in names.items() if name in self.counts)
 
 
 def soak(
@@ -73,6 +83,7 @@ def soak(
     minutes: float | None = None,
     progress: str | None = None,
     leaks: Collection[Leak] = (),
+    disk: str | None = None,
     **engine_args: Any,
 ) -> Report:
     """Serve traffic, and check when the engine is idle, after every round of requests, that nothing has grown.
@@ -93,6 +104,7 @@ def soak(
         minutes: Ends at the first look after this time.
         progress: File to write a line a minute to.
         leaks: Faults to put in.
+        disk: Folder for an L2 tier, which evicts all the time, too; None for a store without L2.
         **engine_args: See `support.llm.make_llm`.
 
     """
@@ -101,7 +113,8 @@ def soak(
     if asynchronous:
         keep_asynchronous_scheduling()
     args = {"num_gpu_blocks": _GPU_BLOCKS, "max_model_len": 256, "max_num_batched_tokens": 256, "max_num_seqs": 16}
-    connector = type1(l1_size_per_rank=_L1_BLOCKS * BLOCK_BYTES)
+    l2 = {} if disk is None else {"l2": "disk", "disk_path": disk, "disk_size": _DISK_SIZE, "l2_load_timeout": 30}
+    connector = type1(l1_size_per_rank=_L1_BLOCKS * (BLOCK_BYTES + _HEADER), **l2)
     llm = engine.make_llm(model, connector=connector, disable_log_stats=False, **args | engine_args)
     assert asynchronous == (type(engine.scheduler(llm)).__name__ == "AsyncScheduler")
     leak_now = [put_in(leak, llm) for leak in leaks]
@@ -111,6 +124,8 @@ def soak(
         clients = _Clients(llm, Traffic(seed, burst), report, file, outstanding=outstanding)
         while report.requests < requests and not (report.problems and not leaks):
             clients.serve(min(round_size, requests - report.requests), leak_now)
+            if disk is not None:
+                report.problems += _look_at_disk(llm, disk)
             _look(llm, report, limits, is_warm=report.requests >= warm_rounds * round_size)
             now = time.monotonic()
             if now - said >= 60 or report.problems:
@@ -209,8 +224,18 @@ def _is_busy(llm: Any) -> bool:
 def _held_between_steps(llm: Any) -> list[str]:
     """Say what is held although copies on a CPU end within their step."""
     worker = engine.connector(llm).worker
-    held = {"pins": sum(worker.tier.allocator._pins), "copies under way": len(worker._pending)}
+    held = {"copies under way": len(worker._pending)}
+    if not worker.store.clients:  # what is on its way to L2 is pinned until it is there
+        held["pins"] = sum(worker.tier.allocator._pins)
     return [f"{count} {what}" for what, count in held.items() if count]
+
+
+def _look_at_disk(llm: Any, folder: str) -> list[str]:
+    """Wait until nothing is on its way to L2, and say what its folder has too much of."""
+    drain(llm)
+    files = [path.lstat() for path in Path(folder).rglob("*")]
+    used = sum(file.st_blocks * 512 for file in files if stat.S_ISREG(file.st_mode))
+    return [f"{used} bytes on disk instead of at most {_DISK_SIZE}"] if used > _DISK_SIZE else []
 
 
 def _look(llm: Any, report: Report, limits: Limits, *, is_warm: bool) -> None:

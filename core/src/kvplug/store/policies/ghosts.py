@@ -62,12 +62,15 @@ class GhostQueue:
 
     def discard(self, fingerprint: int) -> bool:
         """Forget a fingerprint, and return whether it was remembered."""
-        entry = self._find(fingerprint)
-        if not self._table[entry]:
-            return False
-        self._vacate(entry)
-        self._length -= 1
-        return True
+        ring, table, mask = self._ring, self._table, self._mask
+        entry = fingerprint & mask
+        while position := table[entry]:
+            if ring[position - 1] == fingerprint:
+                self._vacate(entry)
+                self._length -= 1
+                return True
+            entry = (entry + 1) & mask
+        return False
 
     def _find(self, fingerprint: int) -> int:
         """Return where in the table a fingerprint is, or else, where it belongs."""

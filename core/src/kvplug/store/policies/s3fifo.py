@@ -15,6 +15,8 @@ _SMALL_SHARE = 0.1
 _USES = _MAX_USES = 3
 _IN_MAIN = 4
 _PINNED = 8
+_COUNTED = _USES | _PINNED
+_SPARED = _IN_MAIN - 1
 
 _ABSENT = -1
 
@@ -98,12 +100,32 @@ class S3FIFO(EvictionPolicy):
         following, previous, state, main = self._next, self._previous, self._state, self._main
         to_spare = _MAX_SPARED
         while True:
-            from_small = self._small_length >= self._small_target or following[main] == main
+            excess = self._small_length - self._small_target
+            from_small = excess >= 0 or following[main] == main
             end = self._small if from_small else main
-            spared, slot = self._spare(end, to_spare)
-            if spared:
-                to_spare -= spared
-                continue
+            first = slot = following[end]
+            if to_spare and 0 < (uses := state[slot] & _COUNTED) < _PINNED:
+                # The used candidates that the queue begins with go to the end of the main queue all at once. Not more
+                # than what exceeds the small queue's share; one, where it is the main queue that has nothing.
+                limit = to_spare if excess < 0 and not from_small else min(to_spare, max(1, excess + 1))
+                count = 0
+                while True:
+                    state[slot] = _IN_MAIN if from_small else uses + _SPARED
+                    last, slot = slot, following[slot]
+                    count += 1
+                    if count == limit or slot == end or not 0 < (uses := state[slot] & _COUNTED) < _PINNED:
+                        break
+                following[end] = slot
+                previous[slot] = end
+                tail = previous[main]
+                following[tail], previous[first] = first, tail
+                following[last], previous[main] = main, last
+                to_spare -= count
+                if from_small:
+                    self._small_length -= count
+                    continue
+                if to_spare or slot == main:
+                    continue
             second = following[end] = following[slot]
             previous[second] = end
             following[slot] = _ABSENT
@@ -136,36 +158,3 @@ class S3FIFO(EvictionPolicy):
         self._next[last] = previous[end] = slot
         previous[slot] = last
         self._next[slot] = end
-
-    def _spare(self, end: int, limit: int) -> tuple[int, int]:
-        """Move the used candidates that a queue begins with to the end of the main queue.
-
-        Args:
-            end: Which queue: what its ends meet in.
-            limit: How many, at most.
-
-        Returns:
-            How many, and the slot that is first now; the queue's end if there is none.
-
-        """
-        following, state, main = self._next, self._state, self._main
-        in_main = end == main
-        if not in_main:
-            # No more than what exceeds its share; one, where it is the main queue that has nothing.
-            limit = min(limit, max(1, self._small_length - self._small_target + 1))
-        first = slot = following[end]
-        last, count = end, 0
-        while count < limit and slot != end and 0 < (uses := state[slot] & (_USES | _PINNED)) < _PINNED:
-            state[slot] = _IN_MAIN | uses - 1 if in_main else _IN_MAIN
-            last, slot = slot, following[slot]
-            count += 1
-        if count:
-            previous = self._previous
-            following[end] = slot
-            previous[slot] = end
-            tail = previous[main]
-            following[tail], previous[first] = first, tail
-            following[last], previous[main] = main, last
-            if not in_main:
-                self._small_length -= count
-        return count, slot

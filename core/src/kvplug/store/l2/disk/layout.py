@@ -16,7 +16,7 @@ import os
 import re
 import stat
 import zlib
-from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = ["MAX_SHARDS", "Layout", "Value", "charge", "charge_of", "look", "overhead", "reserved", "shards_for"]
 
@@ -61,8 +61,7 @@ def shards_for(capacity_bytes: int, value_bytes: int) -> int:
     return min(MAX_SHARDS, 1 << max(0, wanted.bit_length() - 1))
 
 
-@dataclass(frozen=True, order=True)
-class Value:
+class Value(NamedTuple):
     """A value's file, as it was listed. Orders by use.
 
     Attributes:

@@ -28,7 +28,7 @@ _SEEN_VALUES = 16
 _SEEN_SHARDS = 4
 #: Of what was seen, one in so many is noted, to go when room is wanted, but not more than so many. Reading a shard costs
 #: what it holds: this makes the cost of one eviction the same in small and large directories.
-_NOTED_SHARE = 16
+_NOTED_SHARE = 8
 _NOTED_AT_ONCE = 256
 
 #: Seconds between two looks for what others changed: one shard each time, and the temporary files.

@@ -248,6 +248,9 @@ class Writer:
         if direct:
             flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
             fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+        if temporary.reused and not direct:
+            # What was read ahead is in the page cache in single pages, which go to the disk in small requests.
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         if direct or temporary.reused:
             files.write_over(descriptor, value)
         else:
