@@ -114,7 +114,8 @@ def soak(
         keep_asynchronous_scheduling()
     args = {"num_gpu_blocks": _GPU_BLOCKS, "max_model_len": 256, "max_num_batched_tokens": 256, "max_num_seqs": 16}
     l2 = {} if disk is None else {"l2": "disk", "disk_path": disk, "disk_size": _DISK_SIZE, "l2_load_timeout": 30}
-    connector = type1(l1_size_per_rank=_L1_BLOCKS * (BLOCK_BYTES + _HEADER), **l2)
+    headers = 0 if disk is None else 1  # blocks that L2's headers take the room of
+    connector = type1(l1_size_per_rank=(_L1_BLOCKS + headers) * BLOCK_BYTES, **l2)
     llm = engine.make_llm(model, connector=connector, disable_log_stats=False, **args | engine_args)
     assert asynchronous == (type(engine.scheduler(llm)).__name__ == "AsyncScheduler")
     leak_now = [put_in(leak, llm) for leak in leaks]
