@@ -34,6 +34,8 @@ _HEADER = 64
 #: Values in one call, as the store's client makes it.
 _BATCH = 8
 _TIMEOUT = 600.0
+#: For the disk to discard what the last turn has given back, which nobody waits for.
+_SETTLE_SECONDS = 0.5
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _numbers = count()
@@ -43,8 +45,8 @@ def measure(*, quick: bool = False) -> list[Figure]:
     """Measure the tier and the plain program in turns."""
     total, repeats = (64 * _MIB, 2) if quick else (512 * _MIB, 5)
     rates: dict[str, tuple[float, float]] = {}
-    for size in (_MIB, 4 * _MIB):
-        with _scratch() as folder:
+    with _scratch() as folder:
+        for size in (_MIB, 4 * _MIB):
             rates |= _Comparison(folder, size, total // size, repeats).rates()
     return [
         _figure("disk_write_vs_raw", rates, ("write disk", "write full", "write direct"), at_least=0.8),
@@ -92,6 +94,17 @@ def _forget(folder: Path) -> None:
             descriptor = os.open(path, os.O_RDONLY)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(descriptor)
+
+
+def _empty(folder: Path) -> None:
+    """Give a folder's bytes back, but leave the files until the end.
+
+    For a minute or more after files were removed, ext4 looks at each of them for one to use when a new one is made. Who
+    comes next would pay for that, unlike a directory that fills, or a full one, in which values are written over.
+    """
+    for path in folder.rglob("*"):
+        if path.is_file():
+            os.truncate(path, 0)
 
 
 def _slots(number: int, size: int) -> list[memoryview]:
@@ -184,21 +197,25 @@ class _Comparison:
         return {name: (nbytes / ours, nbytes / raw) for name, (ours, raw) in self._best.items()}
 
     def _ours(self, side: int, *, direct: bool) -> None:
-        folder = self._folder / "ours"
-        folder.mkdir()
+        folder = self._new_folder()
         ours = _Ours(folder, self._slots, self._number, direct=direct)
         self._run(side, ours, folder, direct=direct)
         ours.tier.close()
-        shutil.rmtree(folder)
+        _empty(folder)
 
     def _raw(self, side: int, *, direct: bool) -> None:
-        folder = self._folder / "raw"
-        folder.mkdir()
+        folder = self._new_folder()
         self._run(side, _Raw(folder / "file", self._slots, self._number, direct=direct), folder, direct=direct)
-        shutil.rmtree(folder)
+        _empty(folder)
+
+    def _new_folder(self) -> Path:
+        folder = self._folder / str(next(_numbers))
+        folder.mkdir()
+        return folder
 
     def _run(self, side: int, program: _Raw | _Ours, folder: Path, *, direct: bool) -> None:
         _syncfs(folder)
+        time.sleep(_SETTLE_SECONDS)
         if direct:
             self._note("write direct", side, _seconds(program.write))
             self._note("read direct", side, _seconds(program.read))

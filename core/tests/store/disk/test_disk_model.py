@@ -13,7 +13,7 @@ from disk_support import BLOCK, put, size_for
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvplug.store.l2.disk import DiskTier, reading, writing
+from kvplug.store.l2.disk import DiskTier, reading, space, writing
 from kvplug.store.l2.disk.layout import charge, overhead, reserved
 from kvplug.store.l2.disk.ledger import ledger_bytes
 
@@ -32,7 +32,7 @@ class DiskAgainstModel(RuleBasedStateMachine):
         self.root = Path(tempfile.mkdtemp(prefix="kvplug-disk-model-"))
         self.mark_ns, reading._MARK_NS = reading._MARK_NS, 0
         # Whether files are written over doesn't change what is there.
-        self.idle_ns, writing._IDLE_NS = writing._IDLE_NS, 0
+        self.idle_ns, writing.IDLE_NS, space.IDLE_NS = writing.IDLE_NS, 0, 0
         #: Values from the one that was used longest ago.
         self.values: OrderedDict[bytes, int] = OrderedDict()
         self.tiers: list[DiskTier] = []
@@ -125,7 +125,7 @@ class DiskAgainstModel(RuleBasedStateMachine):
     def teardown(self):
         for tier in self.tiers:
             tier.close()
-        reading._MARK_NS, writing._IDLE_NS = self.mark_ns, self.idle_ns
+        reading._MARK_NS, writing.IDLE_NS, space.IDLE_NS = self.mark_ns, self.idle_ns, self.idle_ns
         shutil.rmtree(self.root)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 import threading
@@ -16,6 +17,7 @@ import numpy as np
 
 __all__ = [
     "PAGE",
+    "fill",
     "is_aligned",
     "read_buffered",
     "read_cached",
@@ -59,6 +61,23 @@ def read_buffered(descriptor: int, buffer: memoryview, done: int = 0) -> int:
             break
         done += count
     return done
+
+
+def fill(descriptor: int, value: memoryview, *, direct: bool, over: bool) -> None:
+    """Write a file: past the page cache where that is wanted and possible, or over what it has already."""
+    direct = direct and is_aligned(value)
+    if direct:
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+        write_over(descriptor, value)
+        return
+    if over:
+        # What was read ahead is in the page cache in single pages, which go to the disk in small requests.
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        write_over(descriptor, value)
+    else:
+        write_buffered(descriptor, value)
+    start_writeback(descriptor)
 
 
 def write_buffered(descriptor: int, value: memoryview) -> None:

@@ -17,7 +17,7 @@ from kvplug.store.l2.disk import files
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["LONGEST_READ", "MISSES", "Reader", "mark", "size_of"]
+__all__ = ["IDLE_NS", "LONGEST_READ", "MISSES", "Reader", "mark", "size_of"]
 
 #: What isn't a regular file (somebody else's link, directory, pipe) is not followed, not waited for, and a miss.
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -28,6 +28,9 @@ _MARK_NS = 1_000_000_000
 
 #: Seconds after which a file that was opened may be another value's.
 LONGEST_READ = 5.0
+
+#: A file that nobody has begun to read for so long isn't being read: whoever takes so long doesn't use what it read.
+IDLE_NS = int(2 * LONGEST_READ * 1e9)
 
 #: Files that the kernel is asked to read ahead of the one that is waited for, and their bytes.
 _AHEAD = 8

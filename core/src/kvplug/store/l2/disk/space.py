@@ -20,14 +20,15 @@ from typing import Any, Protocol
 
 from kvplug.store.l2.disk.layout import Layout, Value, charge_of, look, overhead, reserved, shards_for
 from kvplug.store.l2.disk.ledger import Counts, Ledger, ledger_bytes
+from kvplug.store.l2.disk.reading import IDLE_NS
 
 __all__ = ["Reuse", "Space", "pause"]
 
-#: Shards are read at random until so many values were seen, or so many shards read, and the oldest of them go.
+#: Shards are read at random until so many values were seen, one of them idle, or so many shards read.
 _SEEN_VALUES = 16
 _SEEN_SHARDS = 4
-#: Of what was seen, one in so many is noted, to go when room is wanted, but not more than so many. Reading a shard costs
-#: what it holds: this makes the cost of one eviction the same in small and large directories.
+#: Of what was seen, one in so many is noted, to go when room is wanted, but not more than so many. Reading a shard
+#: costs what it holds: this makes the cost of one eviction the same in small and large directories.
 _NOTED_SHARE = 8
 _NOTED_AT_ONCE = 256
 
@@ -222,13 +223,19 @@ class Space:
         if not len(occupied):
             return False
         seen: list[tuple[Value, int]] = []
+        idle_since = time.time_ns() - IDLE_NS
+        idle = False
         for index in random.sample(range(len(occupied)), min(_SEEN_SHARDS, len(occupied))):
             shard = int(occupied[index])
             seen += [(value, shard) for value in self.count_area(counts, shard)]
-            if len(seen) >= _SEEN_VALUES:
+            idle = any(value.used_ns < idle_since for value, _ in seen)
+            if idle and len(seen) >= _SEEN_VALUES:
                 break
         number = min(max(1, len(seen) // _NOTED_SHARE), _NOTED_AT_ONCE)
-        self._oldest = heapq.nsmallest(number, seen)[::-1]
+        oldest = heapq.nsmallest(number, seen)
+        if idle:  # then the files of the others, which can't be written over, may stay
+            oldest = [(value, shard) for value, shard in oldest if value.used_ns < idle_since]
+        self._oldest = oldest[::-1]
         return True
 
     def _unlink(self, counts: Counts, shard: int, path: str, taken: int) -> None:

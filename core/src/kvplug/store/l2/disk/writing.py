@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from kvplug.store.l2.disk import files
 from kvplug.store.l2.disk.layout import Value, charge, charge_of, reserved
 from kvplug.store.l2.disk.ledger import Counts
-from kvplug.store.l2.disk.reading import LONGEST_READ, mark
+from kvplug.store.l2.disk.reading import IDLE_NS, mark
 from kvplug.store.l2.disk.space import Space, pause
 from kvplug.store.l2.disk.together import together
 
@@ -32,9 +32,6 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _TOGETHER = 16
 _TOGETHER_BYTES = 32 << 20
 _TOGETHER_SHARE = 8
-
-#: A file that nobody has begun to read for so long isn't being read: whoever takes so long doesn't use what it read.
-_IDLE_NS = int(2 * LONGEST_READ * 1e9)
 
 Item = tuple[bytes, memoryview]
 
@@ -95,7 +92,7 @@ class _Reuse:
     def take(self, counts: Counts, value: Value, shard: int) -> bool:
         """Take a file over, if it is of use."""
         idle = time.time_ns() - value.used_ns
-        if value.size != self.size or idle < _IDLE_NS or len(self.files) >= self.most:
+        if value.size != self.size or idle < IDLE_NS or len(self.files) >= self.most:
             return False
         self.files.append(self.writer.take_over(counts, value, shard))
         return True
@@ -150,14 +147,15 @@ class Writer:
         group = _Group(self._first(items))
 
         def fill(index: int) -> None:
-            self._fill(group.temporaries[index], group.items[index][1])
+            temporary = group.temporaries[index]
+            files.fill(temporary.descriptor, group.items[index][1], direct=self._direct, over=temporary.reused)
             self._check(deadline)
 
         try:
             self._reserve(group, deadline)
             group.written, failed = together(fill, len(group.temporaries))
             if failed is not None:
-                raise failed
+                raise failed  # noqa: TRY301 - as if it had been raised here
         except OSError as error:
             self._abandon(group.temporaries[group.written :])
             if error.errno in _NO_ROOM:
@@ -241,22 +239,6 @@ class Writer:
             self._space.look_soon()
             raise
         return _Temporary(path, descriptor, nbytes)
-
-    def _fill(self, temporary: _Temporary, value: memoryview) -> None:
-        descriptor = temporary.descriptor
-        direct = self._direct and files.is_aligned(value)
-        if direct:
-            flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
-        if temporary.reused and not direct:
-            # What was read ahead is in the page cache in single pages, which go to the disk in small requests.
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        if direct or temporary.reused:
-            files.write_over(descriptor, value)
-        else:
-            files.write_buffered(descriptor, value)
-        if not direct:
-            files.start_writeback(descriptor)
 
     def _publish(self, group: _Group, deadline: float) -> list[bool]:
         """Give files that are whole the names of their keys; False for those that somebody has deleted from outside."""
