@@ -155,10 +155,24 @@ def test_ghosts_are_the_last_so_many(capacity):
 
 @pytest.fixture
 def pops(monkeypatch):
-    """Return the list to which every step of a search for a victim is added."""
+    """Return the list to which every step of a search for a victim is added.
+
+    A step takes a slot out of a queue, or, in S3-FIFO, asks how often a slot was used, which other calls do, too.
+    """
     steps = []
-    pop = SlotQueue.pop
+    pop, clear = SlotQueue.pop, S3FIFO.clear
+
+    class Uses(bytearray):
+        def __getitem__(self, slot):
+            steps.append(slot)
+            return super().__getitem__(slot)
+
+    def clear_and_watch(policy):
+        clear(policy)
+        policy._uses = Uses(policy._uses)
+
     monkeypatch.setattr(SlotQueue, "pop", lambda queue: steps.append(queue) or pop(queue))
+    monkeypatch.setattr(S3FIFO, "clear", clear_and_watch)
     return steps
 
 
@@ -170,6 +184,7 @@ def test_i5_a_tier_full_of_pinned_entries_is_not_searched(name, pops):
     keys = [b"%d" % number for number in range(size)]
     allocator.publish(allocator.reserve(keys))
     pinned = allocator.pin_prefix(keys)
+    pops.clear()
     for number in range(10):
         assert allocator.reserve([b"new-%d" % number, b"newer"]) == [None, None]
     assert len(pops) <= 20
@@ -188,5 +203,6 @@ def test_s3fifo_evicts_in_few_steps_where_everything_was_used(size, pops):
     for slot in range(size):
         for _ in range(3):
             s3fifo.hit(slot)
+    pops.clear()
     assert s3fifo.victim() is not None
-    assert len(pops) <= 5
+    assert 1 < len(pops) <= 5

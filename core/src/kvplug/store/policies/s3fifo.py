@@ -11,12 +11,10 @@ __all__ = ["S3FIFO"]
 
 _SMALL_SHARE = 0.1
 
-#: A slot's state: how often it was used, up to three times, and two bits.
+#: Of a slot's flags: how often it was used, while it is pinned; and two bits.
 _USES = _MAX_USES = 3
 _IN_MAIN = 4
 _PINNED = 8
-_COUNTED = _USES | _PINNED
-_SPARED = _IN_MAIN - 1
 
 _ABSENT = -1
 
@@ -54,84 +52,77 @@ class S3FIFO(EvictionPolicy):
         """Queue the slot: in the main queue if its key was evicted not long ago, or else in the small one."""
         fingerprint = hash(key)
         self._fingerprints[slot] = fingerprint
+        self._uses[slot] = 0
         if self._ghosts.discard(fingerprint):
-            self._state[slot] = _IN_MAIN
+            self._flags[slot] = _IN_MAIN
             self._append(slot, self._main)
         else:
-            self._state[slot] = 0
+            self._flags[slot] = 0
             self._append(slot, self._small)
             self._small_length += 1
         self._candidates += 1
 
     def hit(self, slot: int) -> None:
         """Count a use."""
-        if self._state[slot] & _USES < _MAX_USES:
-            self._state[slot] += 1
+        flags = self._flags[slot]
+        if flags & _PINNED:
+            if flags & _USES < _MAX_USES:
+                self._flags[slot] = flags + 1
+        elif self._uses[slot] < _MAX_USES:
+            self._uses[slot] += 1
 
     def pinned(self, slot: int) -> None:
         """Remember that the slot is pinned."""
-        self._state[slot] |= _PINNED
+        self._flags[slot] |= _PINNED | self._uses[slot]
+        self._uses[slot] = 0
         self._candidates -= 1
 
     def unpinned(self, slot: int) -> None:
         """Forget that the slot was pinned; if it was put aside, it enters the main queue."""
-        self._state[slot] &= ~_PINNED
+        flags = self._flags[slot]
+        self._uses[slot] = flags & _USES
+        self._flags[slot] = flags & _IN_MAIN
         self._candidates += 1
         if self._next[slot] == _ABSENT:
-            self._state[slot] |= _IN_MAIN
+            self._flags[slot] = _IN_MAIN
             self._append(slot, self._main)
 
     def removed(self, slot: int) -> None:
         """Take the slot out of its queue, if it is in one."""
-        following, previous, state = self._next[slot], self._previous[slot], self._state[slot]
+        following, previous, flags = self._next[slot], self._previous[slot], self._flags[slot]
         if following != _ABSENT:
             self._next[previous] = following
             self._previous[following] = previous
             self._next[slot] = _ABSENT
-            if not state & _IN_MAIN:
+            if not flags & _IN_MAIN:
                 self._small_length -= 1
-        if not state & _PINNED:
+        if not flags & _PINNED:
             self._candidates -= 1
 
     def victim(self) -> int | None:
         """Take out the next candidate: of the small queue if that has more than its share, or else of the main one."""
         if not self._candidates:
             return None
-        following, previous, state, main = self._next, self._previous, self._state, self._main
+        following, previous, uses, main = self._next, self._previous, self._uses, self._main
         to_spare = _MAX_SPARED
         while True:
             excess = self._small_length - self._small_target
             from_small = excess >= 0 or following[main] == main
             end = self._small if from_small else main
-            first = slot = following[end]
-            if to_spare and 0 < (uses := state[slot] & _COUNTED) < _PINNED:
-                # The used candidates that the queue begins with go to the end of the main queue all at once. Not more
-                # than what exceeds the small queue's share; one, where it is the main queue that has nothing.
-                limit = to_spare if excess < 0 and not from_small else min(to_spare, max(1, excess + 1))
-                count = 0
-                while True:
-                    state[slot] = _IN_MAIN if from_small else uses + _SPARED
-                    last, slot = slot, following[slot]
-                    count += 1
-                    if count == limit or slot == end or not 0 < (uses := state[slot] & _COUNTED) < _PINNED:
-                        break
-                following[end] = slot
-                previous[slot] = end
-                tail = previous[main]
-                following[tail], previous[first] = first, tail
-                following[last], previous[main] = main, last
-                to_spare -= count
-                if from_small:
-                    self._small_length -= count
-                    continue
-                if to_spare or slot == main:
-                    continue
+            slot = following[end]
+            if to_spare and uses[slot]:
+                to_spare -= (
+                    self._spare_small(slot, min(to_spare, max(1, excess + 1)))
+                    if from_small
+                    else (self._spare_main(slot, to_spare))
+                )
+                continue
             second = following[end] = following[slot]
             previous[second] = end
             following[slot] = _ABSENT
             if from_small:
                 self._small_length -= 1
-            if not state[slot] & _PINNED:
+            if not self._flags[slot] & _PINNED:
                 break
         self._candidates -= 1
         if from_small:
@@ -149,7 +140,9 @@ class S3FIFO(EvictionPolicy):
         self._small_length = 0
         self._ghosts = GhostQueue(max(1, self._num_slots - self._small_target))
         self._fingerprints = array("q", [0]) * self._num_slots
-        self._state = bytearray(self._num_slots)
+        # How often each was used; 0 where it is pinned, and for the queues' ends: one look tells what is spared.
+        self._uses = bytearray(self._num_slots + 2)
+        self._flags = bytearray(self._num_slots)
         self._candidates = 0
 
     def _append(self, slot: int, end: int) -> None:
@@ -158,3 +151,36 @@ class S3FIFO(EvictionPolicy):
         self._next[last] = previous[end] = slot
         previous[slot] = last
         self._next[slot] = end
+
+    def _spare_small(self, first: int, limit: int) -> int:
+        """Move the used candidates that the small queue begins with to the main queue; return how many."""
+        following, uses, flags = self._next, self._uses, self._flags
+        slot, count = first, 0
+        while count < limit and uses[slot]:
+            uses[slot] = 0
+            flags[slot] = _IN_MAIN
+            slot = following[slot]
+            count += 1
+        self._small_length -= count
+        self._move(self._small, first, slot)
+        return count
+
+    def _spare_main(self, first: int, limit: int) -> int:
+        """Move the used candidates that the main queue begins with to its end; return how many."""
+        following, uses = self._next, self._uses
+        slot, count = first, 0
+        while count < limit and (times := uses[slot]):
+            uses[slot] = times - 1
+            slot = following[slot]
+            count += 1
+        self._move(self._main, first, slot)
+        return count
+
+    def _move(self, end: int, first: int, stop: int) -> None:
+        """Move a queue's beginning, from its first slot to the one before `stop`, to the end of the main queue."""
+        following, previous, main = self._next, self._previous, self._main
+        last = previous[stop]
+        following[end], previous[stop] = stop, end
+        tail = previous[main]
+        following[tail], previous[first] = first, tail
+        following[last], previous[main] = main, last
