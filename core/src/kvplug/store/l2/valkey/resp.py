@@ -52,7 +52,7 @@ class Reader:
 
     Args:
         receive: Receives at least one byte into a memory that isn't empty, and returns how many.
-        receive_due: Like it, where as many bytes are due, so that it may wait for all of them; by default it is the same.
+        receive_due: Like it, where all bytes are due, so that it may wait for them; by default it is the same.
 
     """
 
@@ -129,9 +129,10 @@ class Reader:
                 return line
             if self._end - self._start == _BUFFER_BYTES:
                 raise ProtocolError(repr(bytes(self._view[:_SHOWN])))
-            rest = self._buffer[self._start : self._end]
-            self._buffer[: len(rest)] = rest
-            self._start, self._end = 0, len(rest)
+            if self._start:
+                rest = self._buffer[self._start : self._end]
+                self._buffer[: len(rest)] = rest
+                self._start, self._end = 0, len(rest)
             self._end += self._receive(self._view[self._end :])
 
     def _take(self, target: memoryview) -> int:
