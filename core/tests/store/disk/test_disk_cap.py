@@ -26,9 +26,9 @@ def test_i4_the_cap_holds_while_ten_times_as_much_is_written(tmp_path, monkeypat
     cap, seen = size_for(10), []
     write = files.write_buffered
 
-    def watched(descriptor, value):
+    def watched(descriptor, value, done=0):
         seen.append(disk.on_disk(tmp_path))
-        write(descriptor, value)
+        write(descriptor, value, done)
         seen.append(disk.on_disk(tmp_path))
 
     monkeypatch.setattr(files, "write_buffered", watched)
@@ -203,10 +203,10 @@ def test_a_file_that_is_being_written_is_not_swept(tmp_path, monkeypatch):
     """Engines that start, and look for dead writers' files, leave alone what a slow writer is still writing."""
     writing, go_on, write = threading.Event(), threading.Event(), files.write_buffered
 
-    def slow(descriptor, value):
+    def slow(descriptor, value, done=0):
         writing.set()
         assert go_on.wait(30)
-        write(descriptor, value)
+        write(descriptor, value, done)
 
     monkeypatch.setattr(files, "write_buffered", slow)
     tier, kept = new_tier(tmp_path, 10), []

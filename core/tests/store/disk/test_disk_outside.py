@@ -51,8 +51,8 @@ def test_everything_deleted_from_outside_in_the_middle_of_a_write(tmp_path, monk
     """A value whose file is deleted while it is written isn't kept, and nothing else goes wrong."""
     tier, write = new_tier(tmp_path / "tier", 10), files.write_buffered
 
-    def write_and_delete(descriptor, value):
-        write(descriptor, value)
+    def write_and_delete(descriptor, value, done=0):
+        write(descriptor, value, done)
         shutil.rmtree(tmp_path / "tier")
 
     with monkeypatch.context() as patch:

@@ -1,7 +1,8 @@
 """Bytes between memory and files, without a copy in between.
 
 Buffered, they go through the page cache. Direct, the disk reads and writes the memory itself, which has to begin on a
-page boundary, in whole pages; the rest of a value, less than a page, goes through one page of our own.
+page boundary, in whole pages; the rest of a value, less than a page, is read through one page of our own, and written
+through the page cache.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ __all__ = [
     "read_direct",
     "start_writeback",
     "write_buffered",
+    "write_direct",
     "write_over",
 ]
 
@@ -65,26 +67,41 @@ def read_buffered(descriptor: int, buffer: memoryview, done: int = 0) -> int:
 
 def fill(descriptor: int, value: memoryview, *, direct: bool, over: bool) -> None:
     """Write a file: past the page cache where that is wanted and possible, or over what it has already."""
-    direct = direct and is_aligned(value)
-    if direct:
-        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
-        write_over(descriptor, value)
-        return
-    if over:
+    done = 0
+    if direct and is_aligned(value):
+        done = write_direct(descriptor, value)
+    elif over:
         # What was read ahead is in the page cache in single pages, which go to the disk in small requests.
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        write_over(descriptor, value)
-    else:
-        write_buffered(descriptor, value)
+    if over:
+        write_over(descriptor, value, done)
+    elif done < len(value):
+        write_buffered(descriptor, value, done)
     start_writeback(descriptor)
 
 
-def write_buffered(descriptor: int, value: memoryview) -> None:
-    """Write a file from its beginning."""
-    done = 0
+def write_buffered(descriptor: int, value: memoryview, done: int = 0) -> None:
+    """Write a file, which already has the value's first `done` bytes."""
     while done < len(value):
         done += os.pwrite(descriptor, value[done:], done)
+
+
+def write_direct(descriptor: int, value: memoryview) -> int:
+    """Write a file's whole pages past the page cache, from aligned memory, and return how many bytes they have.
+
+    The rest is for the page cache: written directly, as a page, it would have to be cut off again, for which the file
+    system reads the page from the disk.
+    """
+    whole = len(value) - len(value) % PAGE
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+    done = 0
+    while done < whole:
+        done += os.pwrite(descriptor, value[done:whole], done)
+        if done % PAGE:  # direct writes can't go on there
+            raise OSError(errno.EIO, "a write ended within a page")
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+    return whole
 
 
 def start_writeback(descriptor: int) -> None:
@@ -96,21 +113,20 @@ def start_writeback(descriptor: int) -> None:
     _sync_file_range(descriptor, 0, 0, _SYNC_FILE_RANGE_WRITE)
 
 
-def write_over(descriptor: int, value: memoryview) -> None:
-    """Write a file, from its beginning, in whole pages, and cut it to the value's length.
+def write_over(descriptor: int, value: memoryview, done: int = 0) -> None:
+    """Write over a file of the same length, in whole pages, and cut it again. It has the value's first `done` bytes.
 
-    That is what direct writes have to do, from aligned memory. It is also the way to write over what is on the disk
-    already: for a part of a page, the rest of it would be read first.
+    For a part of a page, the rest of it would be read first.
     """
     end = len(value) % PAGE
     whole = len(value) - end
     page = _page()
     page[:end] = value[whole:]
-    done, total = 0, whole + (PAGE if end else 0)
+    total = whole + (PAGE if end else 0)
     while done < total:
-        parts = [value[done:whole], page] if end else [value[done:]]
+        parts = [value[done:whole], page] if end else [value[done:whole]]
         count = os.pwritev(descriptor, parts, done) if done < whole else os.pwrite(descriptor, page, done)
-        if count % PAGE:  # direct writes can't go on there
+        if count % PAGE:
             raise OSError(errno.EIO, "a write ended within a page")
         done += count
     if end:
