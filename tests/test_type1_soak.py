@@ -21,7 +21,7 @@ RUNS = {
     "v1": {"requests": 1500, "seed": 1},
     "v1-asynchronous": {"requests": 1250, "seed": 2, "asynchronous": True},
     "v2": {"requests": 60, "seed": 3},
-    "v1-disk": {"requests": 1000, "seed": 5},
+    "v1-disk": {"requests": 600, "seed": 5, "round_size": 100},
 }
 
 
