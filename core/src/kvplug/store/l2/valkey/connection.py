@@ -38,7 +38,7 @@ class Connection:
         self._target = target
         self._tls = tls
         self._socket: socket.socket | None = None
-        self._reader = Reader(self._receive, self._receive_due)
+        self._reader = Reader(self._receive)
         self._readable = select.poll()
         #: For sending and receiving.
         self.deadline = Deadline(0)
@@ -215,18 +215,13 @@ class Connection:
                 "port, and write valkeys:// if it wants TLS."
             ) from None
 
-    def _receive_due(self, target: memoryview) -> int:
-        # It is waited for in the kernel, and not in a loop here, in which every few packets would cost a turn. TLS
-        # knows no flags.
-        return self._receive(target, socket.MSG_WAITALL if self._tls is None else 0)
-
-    def _receive(self, target: memoryview, flags: int = 0) -> int:
+    def _receive(self, target: memoryview) -> int:
         connection = self._socket
         assert connection is not None
         while True:
             self._limit(connection)
             try:
-                count = connection.recv_into(target, 0, flags)
+                count = connection.recv_into(target)
             except BlockingIOError:
                 continue
             except OSError as error:

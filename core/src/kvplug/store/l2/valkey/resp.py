@@ -9,7 +9,6 @@ from typing import TypeAlias
 __all__ = ["ErrorReply", "Payload", "ProtocolError", "Reader", "Reply", "encode"]
 
 Payload: TypeAlias = "bytes | memoryview"
-_Receive: TypeAlias = Callable[[memoryview], int]
 
 #: Enough for any reply's first line. What follows it in the same packet is copied once more, so it isn't larger.
 _BUFFER_BYTES = 4096
@@ -52,13 +51,11 @@ class Reader:
 
     Args:
         receive: Receives at least one byte into a memory that isn't empty, and returns how many.
-        receive_due: Like it, where all bytes are due, so that it may wait for them; by default it is the same.
 
     """
 
-    def __init__(self, receive: _Receive, receive_due: _Receive | None = None) -> None:
+    def __init__(self, receive: Callable[[memoryview], int]) -> None:
         self._receive = receive
-        self._receive_due = receive_due or receive
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         # What was received and not yet read is between the two.
@@ -145,7 +142,7 @@ class Reader:
     def _read(self, target: memoryview) -> None:
         done = self._take(target)
         while done < len(target):
-            done += self._receive_due(target[done:])
+            done += self._receive(target[done:])
 
     def _skip(self, length: int, scratch: memoryview) -> None:
         done = min(length, self._end - self._start)
@@ -153,7 +150,7 @@ class Reader:
         if len(scratch) < _BUFFER_BYTES:
             scratch = self._view  # of which nothing is wanted if there is something left to skip
         while done < length:
-            done += self._receive_due(scratch[: length - done])
+            done += self._receive(scratch[: length - done])
 
 
 def _number(text: bytes) -> int:
