@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 
 import pytest
 
 from kvplug.cli import ask as module
-from kvplug.cli.ask import ask
+from kvplug.cli.ask import TIMEOUT, ask
 
 PRELUDE = """
 import json, os, signal, sys, time
@@ -108,3 +109,11 @@ def test_the_request_carries_everything(probe):
     request = answer.parts["config"]["request"]
     assert request == {"parts": ["model", "config"], "model": "m/x", "config": {"kv_connector": "é"}, "skip": []}
     assert json.dumps(request)
+
+
+def test_the_page_says_how_long_it_waits():
+    """docs/cli.md has the default of both commands' --timeout."""
+    page = Path(__file__).resolve().parents[3] / "docs" / "cli.md"
+    rows = [line for line in page.read_text().splitlines() if line.startswith("| `--timeout SECONDS`")]
+    assert len(rows) == 2
+    assert all(f"({TIMEOUT:g})" in row for row in rows)

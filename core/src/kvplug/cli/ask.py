@@ -13,10 +13,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-__all__ = ["MARK", "Answer", "ask"]
+__all__ = ["MARK", "TIMEOUT", "Answer", "ask"]
 
 #: Beginning of a line that is part of an answer.
 MARK = "kvplug-probe: "
+
+#: Seconds that vLLM may take, which on a busy machine are minutes.
+TIMEOUT = 300.0
 
 # What Python runs; the request follows.
 _PROBE = ("-m", "kvplug.cli.probe")
@@ -29,7 +32,7 @@ _TAIL = 5
 class Answer:
     """What the probe said; a part that it didn't come to is missing."""
 
-    #: By part: `vllm`, `autoload`, `runners`, `files`, `model`, `config`.
+    #: By part: `vllm`, `autoload`, `runners`, `files`, `patches`, `model`, `config`.
     parts: dict[str, dict[str, Any]] = field(default_factory=dict)
     #: By entry-point value: `error` (None if it can be loaded, else a sentence) and `hooks`.
     connectors: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -40,7 +43,7 @@ class Answer:
 
 
 def ask(
-    *parts: str, model: str | None = None, config: Mapping[str, Any] | None = None, timeout: float = 300.0
+    *parts: str, model: str | None = None, config: Mapping[str, Any] | None = None, timeout: float = TIMEOUT
 ) -> Answer:
     """Run the probe.
 

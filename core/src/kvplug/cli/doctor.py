@@ -13,7 +13,7 @@ import click
 from rich.table import Table
 from rich.text import Text
 
-from kvplug.cli.ask import Answer, ask
+from kvplug.cli.ask import TIMEOUT, Answer, ask
 from kvplug.cli.checks import examine
 from kvplug.cli.console import console, working
 from kvplug.cli.environment import plugin_names, version_of, vllm_install
@@ -32,7 +32,7 @@ _STYLES = {"ok": "green", "note": "blue", "warning": "yellow", "problem": "bold 
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option(
-    "--timeout", type=click.FloatRange(min=1), default=300.0, show_default=True, help="Seconds to wait for vLLM."
+    "--timeout", type=click.FloatRange(min=1), default=TIMEOUT, show_default=True, help="Seconds to wait for vLLM."
 )
 def doctor(*, model: str | None, config: str | None, as_json: bool, timeout: float) -> None:
     """Say whether connectors will work in this environment, and what to do if not.

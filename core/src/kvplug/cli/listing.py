@@ -11,7 +11,7 @@ import click
 from rich.table import Table
 from rich.text import Text
 
-from kvplug.cli.ask import Answer, ask
+from kvplug.cli.ask import TIMEOUT, Answer, ask
 from kvplug.cli.console import console, working
 from kvplug.cli.environment import vllm_install
 from kvplug.discovery import ConnectorEntry, Discovery, SkippedEntry, discover
@@ -23,7 +23,7 @@ __all__ = ["by_reason", "list_connectors"]
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--no-load", is_flag=True, help="Read metadata only; don't import vLLM and the connectors.")
 @click.option(
-    "--timeout", type=click.FloatRange(min=1), default=300.0, show_default=True, help="Seconds to wait for vLLM."
+    "--timeout", type=click.FloatRange(min=1), default=TIMEOUT, show_default=True, help="Seconds to wait for vLLM."
 )
 def list_connectors(*, as_json: bool, no_load: bool, timeout: float) -> None:
     """List connectors: where they come from, whether they need the hook, and which are skipped, and why.

@@ -27,14 +27,14 @@ def patches() -> dict[str, Any]:
     from kvplug_hooks.registry import load
 
     registry, tree = load(), installed()
-    others = [patch for patch in registry.patches if patch not in BY_RUNNER.values()]
+    hook = {patch.id for patch in BY_RUNNER.values()}
     # All of them are judged, since one that isn't the hook may want the hook's place.
     checks = [] if tree is None else check(registry.patches, tree)
     return {
         "others": [
             {"patch": one.patch, "state": one.state, "reason": one.reason, "ok": one.ok}
             for one in checks
-            if one.patch in {patch.id for patch in others}
+            if one.patch not in hook
         ],
         "rejected": [one.reason for one in registry.rejected],
     }

@@ -34,9 +34,9 @@ def main(request: Mapping[str, Any]) -> None:
     """Answer a request.
 
     Args:
-        request: `parts` names what to answer, in this order: `vllm`, `autoload`, `runners`, `files`, `model`,
-            `connectors`, `config`. `model` is a model's name or path, `config` the value of `--kv-transfer-config`,
-            `skip` lists connectors, by their entry points' values, that aren't to be loaded.
+        request: `parts` names what to answer, in this order: `vllm`, `autoload`, `runners`, `files`, `patches`,
+            `model`, `connectors`, `config`. `model` is a model's name or path, `config` the value of
+            `--kv-transfer-config`, `skip` lists connectors, by their entry points' values, that aren't to be loaded.
 
     """
     # Whatever is imported may write to standard output, also from C: what is written there goes to standard
