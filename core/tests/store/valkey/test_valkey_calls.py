@@ -152,6 +152,24 @@ def test_connections_are_kept_alive(scripted, make_tier, monkeypatch):
     assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
 
 
+def test_closing_while_a_connection_is_being_made_ends_the_call(scripted, make_tier, monkeypatch):
+    """The tier is closed between a socket's making and its connection, which goes through, to a server that is mute."""
+    silent = scripted(lambda data: _answer(data) if opening else b"")
+    opening = True
+    tier = make_tier(silent.port)
+    opening = False
+    original = socket.socket.connect
+
+    def connect(self, where):
+        tier.close()
+        original(self, where)
+
+    tier._topology.masters[0].drop_idle()
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    with pytest.raises(TierError, match="closed while it was in use"):
+        tier.exists([b"a"], 30.0)
+
+
 @pytest.mark.parametrize(
     ("reply", "message"),
     [

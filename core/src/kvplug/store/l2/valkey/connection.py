@@ -252,6 +252,9 @@ class Connection:
         return str(text) if not password else str(text).replace(password, "***")
 
     def _left(self) -> float:
+        # A socket that wasn't connected yet when the interruption came knows nothing of it.
+        if self._interrupted:
+            raise LostError(f"{self._address}: the connection was closed while it was in use.")
         left = self.deadline.left()
         if not left:
             raise self._timed_out()
