@@ -10,7 +10,7 @@ from array import array
 
 import pytest
 
-from kvplug.store import LRU, Allocator, SlotRef
+from kvplug.store import LRU, Allocator, SlotRef, make_policy, policy_names
 
 
 def _keys(*numbers):
@@ -114,6 +114,8 @@ def test_a_policy_is_told_of_everything():
     pins, log = told(allocator.pin_prefix, _keys(0))
     assert log == ["pinned", "hit"]
     assert told(allocator.pin_prefix, _keys(0))[1] == ["hit"]
+    assert told(lambda: allocator.pin_prefix(_keys(0), used=False))[1] == []
+    assert told(allocator.unpin, pins)[1] == []
     assert told(allocator.unpin, pins)[1] == []
     assert told(allocator.unpin, pins)[1] == ["unpinned"]
     refs, log = told(allocator.reserve, _keys(1))
@@ -133,6 +135,70 @@ def test_the_tail_of_a_prefix_goes_before_its_head():
     allocator.unpin(allocator.pin_prefix(_keys(0, 1, 2)))
     _fill(allocator, 11, 12)
     assert allocator.prefix_length(_keys(0, 1, 2)) == 2
+
+
+def _order_of_eviction(allocator):
+    """Store one new key after the other, and return which of the first ones went, in order."""
+    there = [number for number in range(8) if allocator.prefix_length(_keys(number))]
+    gone = []
+    for number in range(1000, 1000 + len(there)):
+        _fill(allocator, number)
+        gone += [one for one in there if one not in gone and not allocator.prefix_length(_keys(one))]
+    return gone
+
+
+@pytest.mark.parametrize("policy", policy_names())
+@pytest.mark.parametrize("used", [False, True])
+def test_a_pin_without_use_changes_nothing_of_the_order(policy, used):
+    """What is pinned only, for short or for long, over others' uses or under them, goes when it would have gone.
+
+    The pins that count as use are the control: there, policies that know of use choose others.
+    """
+
+    def order(*, pin):
+        allocator = Allocator(8, make_policy(policy, 8))
+        _fill(allocator, *range(8))
+        allocator.unpin(allocator.pin_prefix(_keys(7)))
+        if pin:
+            allocator.unpin(allocator.pin_prefix(_keys(5, 6), used=used))
+            held = allocator.pin_prefix(_keys(3, 4), used=used)
+            allocator.unpin(allocator.pin_prefix(_keys(0)))
+            allocator.unpin(held)
+        else:
+            allocator.unpin(allocator.pin_prefix(_keys(0)))
+        return _order_of_eviction(allocator)
+
+    counts = used and policy != "fifo"
+    assert (order(pin=True) == order(pin=False)) == (not counts)
+
+
+def test_lru_what_was_pinned_when_it_was_next_goes_first():
+    """LRU steps over a pinned entry, and it goes as soon as it may; used meanwhile, it is the last to go."""
+    for use in (False, True):
+        allocator = Allocator(4)
+        for number in range(4):
+            _fill(allocator, number)
+        held = allocator.pin_prefix(_keys(0), used=False)
+        _fill(allocator, 4, 5)  # steps over 0; 1 and 2 go
+        if use:
+            allocator.touch_prefix(_keys(0))
+        allocator.unpin(held)
+        _fill(allocator, 6)
+        gone = [number for number in range(7) if not allocator.prefix_length(_keys(number))]
+        assert gone == ([1, 2, 3] if use else [0, 1, 2])
+
+
+def test_what_is_saved_again_counts_as_used():
+    """A batch renews those of its blocks that are there already, also if nobody has looked them up."""
+    allocator = Allocator(4)
+    _fill(allocator, 0, 1, 2)
+    _fill(allocator, 9)
+    _fill(allocator, 3)
+    assert allocator.prefix_length(_keys(0, 1, 2)) == 2
+    refs = allocator.reserve(_keys(0, 1))
+    assert refs == [None, None]
+    _fill(allocator, 10, 11)
+    assert allocator.prefix_length(_keys(0, 1)) == 2
 
 
 def test_a_batch_does_not_evict_its_own_blocks():

@@ -5,11 +5,22 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policy_models import POLICY_MODELS
+from policy_models import POLICY_MODELS, FIFOModel
 
 from kvplug.store import Allocator, make_policy, policy_names
 
 KEYS = [b"%d" % number for number in range(12)]
+
+
+class LRUModel(FIFOModel):
+    """What is used goes to the end of the list, pinned or not."""
+
+    def hit(self, entry):
+        self.removed(entry)
+        self.queues["order"].append(entry)
+
+
+MODELS = POLICY_MODELS | {"lru": LRUModel}
 
 
 class Entry:
@@ -61,8 +72,9 @@ class Model:
     def reserve(self, keys):
         """Return for each key its new entry, or None; and how many found no room."""
         present = [entry for entry in map(self.find, keys) if entry is not None and entry.written]
-        for entry in present:
+        for entry in reversed(present):
             self.pin(entry)
+            self.policy.hit(entry)
         got, refused = [], 0
         for key in keys:
             entry = None
@@ -75,7 +87,7 @@ class Model:
                 else:
                     refused += 1
             got.append(entry)
-        for entry in reversed(present):
+        for entry in present:
             self.unpin(entry)
         return got, refused
 
@@ -100,7 +112,7 @@ class Runner:
     def __init__(self, policy, capacity, rng):
         self.rng = rng
         self.allocator = Allocator(capacity, make_policy(policy, capacity))
-        self.model = Model(capacity, POLICY_MODELS[policy](capacity))
+        self.model = Model(capacity, MODELS[policy](capacity))
         self.writing, self.held, self.gone = [], [], []
         self.refused = self.stale = 0
 
@@ -148,9 +160,11 @@ class Runner:
     def pin(self):
         keys = self.keys()
         hits = self.model.prefix(keys)
-        assert self.allocator.pin_prefix(keys) == [entry.ref for entry in hits]
+        used = self.rng.random() < 0.6
+        assert self.allocator.pin_prefix(keys, used=used) == [entry.ref for entry in hits]
         for entry in hits:
             self.model.pin(entry)
+        for entry in reversed(hits if used else []):
             self.model.policy.hit(entry)
         self.held += hits
 

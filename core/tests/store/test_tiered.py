@@ -13,6 +13,7 @@ from kvplug.store import Allocator, MemoryTier, Slab
 from kvplug.store.l2.breaker import Breaker
 from kvplug.store.l2.keys import StorageKeys
 from kvplug.store.l2.value import HEADER_BYTES
+from kvplug.store.policies import make_policy, policy_names
 from kvplug.store.tiered import TieredStore
 
 BLOCK = 8192
@@ -24,9 +25,11 @@ KEYS = [bytes([number]) * 32 for number in range(64)]
 class Node:
     """An engine's store, over tiers that others may have too."""
 
-    def __init__(self, *tiers, slots=64, client_settings=None, **settings):
+    def __init__(self, *tiers, slots=64, eviction="lru", client_settings=None, **settings):
         self.stats = Stats()
-        self.memory = MemoryTier(Slab(slots, BLOCK, header_bytes=HEADER_BYTES), Allocator(slots))
+        self.memory = MemoryTier(
+            Slab(slots, BLOCK, header_bytes=HEADER_BYTES), Allocator(slots, make_policy(eviction, slots))
+        )
         self.names = StorageKeys("all")
         breaker = {"breaker": Breaker(failures=1000)}
         self.clients = [
@@ -188,6 +191,34 @@ def test_policy_all_writes_everything_once(node):
     store.settle()
     assert [len(client.tier.values) for client in store.clients] == [6, 6]
     assert store.stats.get("l2_blocks_written:dict") == 12
+
+
+@pytest.mark.parametrize("eviction", policy_names())
+@pytest.mark.parametrize("load_again", [False, True])
+def test_writing_to_l2_is_no_use(node, eviction, load_again):
+    """L1 evicts the same blocks in the same order with L2 as without.
+
+    What is loaded again once it was saved is the control: policies that know of use keep it.
+    """
+
+    def order_of_eviction(store, *, load=False):
+        first = KEYS[:8]
+        for start in range(0, 8, 4):
+            store.save(first[start : start + 4])
+            store.settle()
+        store.load(first[5:6])
+        if load:
+            store.load(first[:2])
+        gone = []
+        for key in KEYS[16:24]:
+            store.save([key])
+            store.settle()
+            gone += [one for one in first if one not in gone and one not in store.in_l1()]
+        return gone
+
+    without = order_of_eviction(node(slots=8, eviction=eviction))
+    fast = order_of_eviction(node(DictTier(), DictTier(), slots=8, eviction=eviction), load=load_again)
+    assert (fast == without) == (not load_again or eviction == "fifo")
 
 
 def test_policy_hits_writes_what_is_used_again(node):

@@ -133,11 +133,11 @@ def test_a6_a_lookup_that_raises_is_a_miss(engine, monkeypatch):
     inner = engine.worker.tier.allocator.pin_prefix
     calls = []
 
-    def pin_prefix(keys):
+    def pin_prefix(keys, **options):
         calls.append(keys)
         if len(calls) == 1:
             raise RuntimeError("lost")
-        return inner(keys)
+        return inner(keys, **options)
 
     monkeypatch.setattr(engine.worker.tier.allocator, "pin_prefix", pin_prefix)
     for name in "bc":

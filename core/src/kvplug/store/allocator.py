@@ -97,11 +97,17 @@ class Allocator:
                     return length
             return len(keys)
 
-    def pin_prefix(self, keys: Sequence[bytes]) -> list[SlotRef]:
+    def pin_prefix(self, keys: Sequence[bytes], *, used: bool = True) -> list[SlotRef]:
         """Pin the longest run of leading keys that are published, and return their slots.
 
-        Stops at the first gap. Each of the entries counts as used, and stays where it is until `unpin`. An entry may
-        be pinned any number of times.
+        Stops at the first gap. Each of the entries stays where it is until `unpin`, and may be pinned any number of
+        times.
+
+        Args:
+            keys: The keys, in order.
+            used: Whether the entries count as used, now. If not, they go when it is their turn, but not before they
+                are unpinned: for a store that reads what nobody has asked it for.
+
         """
         refs = []
         index, state, pins, generation, policy = (
@@ -121,8 +127,10 @@ class Allocator:
                 else:
                     pins[slot] = 1
                     policy.pinned(slot)
-                policy.hit(slot)
                 refs.append(_new_ref(SlotRef, (slot, generation[slot])))
+            if used:
+                for slot, _ in reversed(refs):
+                    policy.hit(slot)
         return refs
 
     def touch_prefix(self, keys: Sequence[bytes]) -> int:
@@ -165,9 +173,9 @@ class Allocator:
         """Return a slot to write to for each key that is neither published nor being written.
 
         The result has one item per key, in order. None means that there is nothing to write: the key is there already,
-        is being written, comes twice in the batch, or no slot could be had (counted in `refused`). Slots are found
-        among free ones first, then by eviction; what is pinned, reserved, or named in this batch is never evicted.
-        A tier with nothing to evict refuses in O(1) per key.
+        which counts as use, is being written, comes twice in the batch, or no slot could be had (counted in `refused`).
+        Slots are found among free ones first, then by eviction; what is pinned, reserved, or named in this batch is
+        never evicted. A tier with nothing to evict refuses in O(1) per key.
         """
         refs: list[SlotRef | None] = []
         with self._lock:
@@ -175,10 +183,11 @@ class Allocator:
             present = [
                 slot for slot in map(self._index.get, keys) if slot is not None and self._state[slot] == _PUBLISHED
             ]
-            for slot in present:
+            for slot in reversed(present):
                 self._pins[slot] += 1
                 if self._pins[slot] == 1:
                     self._policy.pinned(slot)
+                self._policy.hit(slot)
             try:
                 full = False
                 for key in keys:
@@ -196,7 +205,7 @@ class Allocator:
                     self._state[taken] = _RESERVED
                     refs.append(_new_ref(SlotRef, (taken, self._generation[taken])))
             finally:
-                for slot in reversed(present):
+                for slot in present:
                     if self._pins[slot] > 1:
                         self._pins[slot] -= 1
                     else:

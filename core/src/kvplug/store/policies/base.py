@@ -24,8 +24,8 @@ class EvictionPolicy(ABC):
     `added` or `unpinned` until `pinned`, `removed`, or until `victim` returns it.
 
     Each method must be O(1) however many slots there are, also `victim` where there is no candidate. Its search may
-    step over pinned slots, if it steps over each pin at most once. What a policy remembers of evicted keys must be
-    bounded.
+    step over pinned slots, if it steps over each pin, and each use of a pinned slot, at most once. What a policy
+    remembers of evicted keys must be bounded.
 
     Args:
         num_slots: Slots are numbered `0..num_slots - 1`.
@@ -41,11 +41,11 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def hit(self, slot: int) -> None:
-        """Note that a slot's entry was used. It may be pinned at the time."""
+        """Note that a slot's entry was used. It may be pinned at the time. Nothing else counts as use."""
 
     @abstractmethod
     def pinned(self, slot: int) -> None:
-        """Take note that a candidate must not be evicted."""
+        """Take note that a candidate must not be evicted. That isn't use: the store pins what it writes to L2, too."""
 
     @abstractmethod
     def unpinned(self, slot: int) -> None:

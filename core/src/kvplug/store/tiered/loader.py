@@ -121,9 +121,9 @@ class Loader:
                 break
             self._note(where, asked, operation.result, number)
         run = _run(where)
-        # What L1 has behind a gap must not make room for what fills the gap.
+        # What L1 has behind a gap must not make room for what fills the gap. It is used when the gap is filled.
         here = [key for key, place in zip(keys, run, strict=False) if place == _HERE]
-        held = [ref for key in here for ref in self._allocator.pin_prefix([key])]
+        held = [ref for key in here for ref in self._allocator.pin_prefix([key], used=False)]
         try:
             self._wait_in_order(keys[: len(run)], self._start(keys, run), until)
         finally:

@@ -157,7 +157,7 @@ class Writer:
         for number, client in enumerate(self._clients):
             pairs: list[tuple[bytes, SlotRef]] = []
             for key in keys:
-                pairs += [(key, ref) for ref in self._allocator.pin_prefix([key])]
+                pairs += [(key, ref) for ref in self._allocator.pin_prefix([key], used=False)]
             lacking = [pair for pair in pairs if self._lacks(pair[1], number)]
             chosen = lacking[: self._room(number, client, len(lacking))]
             left = set(pairs) - set(chosen)
