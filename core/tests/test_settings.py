@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from pydantic import Field, SecretStr
+from pydantic import ByteSize, Field, SecretStr
 
 from kvplug import settings as settings_module
 from kvplug.errors import ConfigError
@@ -77,6 +77,11 @@ def test_extra_config_goes_before_variables_and_those_before_aibrix():
         ("1.5gib", 3 * GIB // 2),
         ("2GB", 2 * 10**9),
         ("7 B", 7),
+        (".5KiB", 512),
+        ("2pb", 2 * 10**15),
+        ("1EiB", 1 << 60),
+        ("8G", 8 * 10**9),
+        (ByteSize(GIB), GIB),
     ],
 )
 def test_sizes(value, size):
@@ -84,7 +89,9 @@ def test_sizes(value, size):
     assert L1Settings.load({"l1_size_per_rank": value}, {}).l1_size_per_rank == size
 
 
-@pytest.mark.parametrize("value", [0, -1, "-1", "0GiB", True, 4.0, None, "", "lots", "4GiBB", "4GiB x", "4Gbit", [4]])
+@pytest.mark.parametrize(
+    "value", [0, -1, "-1", "0GiB", True, 4.0, None, "", "lots", "4GiBB", "4GiB x", "4Gbit", "4Gi", "1e9", [4]]
+)
 def test_wrong_sizes(value):
     """A size that isn't one is an error in one sentence: setting, source, value, what it should be."""
     problem = problem_of({"l1_size_per_rank": value})

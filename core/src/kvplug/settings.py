@@ -34,14 +34,15 @@ from kvplug.variables import AIBRIX_PREFIXES, KVPLUG_PREFIX
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["AIBRIX_PREFIXES", "AibrixVariable", "L1Settings", "NoEquivalentError", "Settings"]
+__all__ = ["AIBRIX_PREFIXES", "AibrixVariable", "L1Settings", "NoEquivalentError", "Settings", "Size"]
 
 logger = get_logger(__name__)
 
 _EXTRA_CONFIG = "extra config"
 _DEFAULT = "default"
 _GIB = 1 << 30
-_SIZE = re.compile(r"\s*\d+(\.\d+)?\s*(B|[KMGT]i?B)?\s*", re.IGNORECASE)
+#: What pydantic reads as a size, but for bits. K is KB.
+_SIZE = re.compile(r"\s*(\d*\.)?\d+\s*(B|[KMGTPE](i?B)?)?\s*", re.IGNORECASE)
 
 #: What Kubernetes sets in every pod for a service whose name begins with kvplug.
 _SERVICE_LINK = re.compile(r"_(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(ADDR|PORT|PROTO))?)?)$")
@@ -236,13 +237,21 @@ def _report_ignored(ignored: Mapping[str, str]) -> None:
 
 
 def _whole_size(value: object) -> object:
-    """Let through what is a size from its first character to its last.
+    """Let through what is a size from its first character to its last, and what has become one already.
 
-    By itself, pydantic takes True for a byte, doesn't see what follows the unit, and knows bits.
+    By itself, pydantic takes True for a byte, doesn't see what follows the unit, cuts fractions off numbers, and knows
+    bits.
     """
-    if (type(value) is int and value >= 0) or (isinstance(value, str) and _SIZE.fullmatch(value)):
+    is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if is_number or (isinstance(value, str) and _SIZE.fullmatch(value)):
         return value
-    raise ValueError("should be a number of bytes, or a number and a unit (B, KB, MB, GB, TB, KiB, MiB, GiB, TiB)")
+    raise ValueError(
+        "should be a number of bytes, or a number and a unit (B; KB, MB, GB, TB, PB, EB; KiB, MiB, GiB, TiB, PiB, EiB)"
+    )
+
+
+#: The type of a setting that is a size: a number of bytes, or text with a unit.
+Size = Annotated[ByteSize, BeforeValidator(_whole_size)]
 
 
 def _gigabytes(text: str) -> int:
@@ -271,9 +280,7 @@ EvictionPolicy = Literal["lru", "fifo", "s3fifo"]
 class L1Settings(Settings):
     """Settings of the L1 tier, in host memory, and of block keys."""
 
-    l1_size_per_rank: Annotated[
-        ByteSize, BeforeValidator(_whole_size), AibrixVariable("AIBRIX_KV_CACHE_OL_L1_CACHE_CAPACITY_GB", _gigabytes)
-    ] = Field(
+    l1_size_per_rank: Annotated[Size, AibrixVariable("AIBRIX_KV_CACHE_OL_L1_CACHE_CAPACITY_GB", _gigabytes)] = Field(
         default=ByteSize(4 * _GIB),
         gt=0,
         examples=["8GiB"],

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import BeforeValidator, ByteSize, Field
 
 from kvplug.errors import ConfigError
-from kvplug.settings import AibrixVariable, L1Settings, NoEquivalentError, Settings, _whole_size
+from kvplug.settings import AibrixVariable, L1Settings, NoEquivalentError, Settings, Size
 from kvplug.store.l2.codecs import CodecName
 from kvplug.store.l2.registry import load_tier, tier_names
 from kvplug.store.l2.tier import Tier
@@ -81,13 +81,13 @@ class StoreSettings(L1Settings):
         le=255,
         description="Uses in L1 after which a block goes to L2, for the policy `hits`.",
     )
-    l2_write_inflight_per_rank: Annotated[ByteSize, BeforeValidator(_whole_size)] = Field(
+    l2_write_inflight_per_rank: Size = Field(
         default=ByteSize(256 * _MIB),
         examples=["256MiB"],
         description="Bytes that may be on their way from one rank to each L2 tier; blocks beyond that aren't written. "
         "At most a quarter of L1.",
     )
-    l2_prefetch_inflight_per_rank: Annotated[ByteSize, BeforeValidator(_whole_size)] = Field(
+    l2_prefetch_inflight_per_rank: Size = Field(
         default=ByteSize(256 * _MIB),
         examples=["256MiB"],
         description="Bytes that may be on their way from L2 to one rank for requests that wait to be scheduled; 0 "

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, BeforeValidator, ByteSize, Field
+from pydantic import AfterValidator, ByteSize, Field
 
-from kvplug.settings import Settings, _whole_size
+from kvplug.settings import Settings, Size
 
 __all__ = ["DiskSettings"]
 
@@ -31,7 +31,7 @@ class DiskSettings(Settings):
         description="Directory for KV blocks, on a local file system. It is made if it isn't there. Several engines on "
         "one machine may share it.",
     )
-    disk_size: Annotated[ByteSize, BeforeValidator(_whole_size)] = Field(
+    disk_size: Size = Field(
         default=ByteSize(32 << 30),
         gt=0,
         examples=["100GiB"],
