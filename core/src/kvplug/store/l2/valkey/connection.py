@@ -233,8 +233,8 @@ class Connection:
     def _limit(self, connection: socket.socket) -> None:
         """Let the next system call take as long as there is time left.
 
-        The limit is the kernel's, of a blocking socket. Python's own costs a poll for each call, and has the kernel
-        hand over less at a time: a fifth of the speed. TLS needs Python's.
+        The limit is the kernel's, of a blocking socket. Python's own makes the socket a non-blocking one: each call
+        costs a poll, and returns what is there already, so that a value comes in smaller pieces. TLS needs Python's.
         """
         left = self._left()
         if self._tls is not None:
