@@ -80,21 +80,16 @@ class FIFOModel(_QueuesModel):
 
 
 class GhostsModel:
-    """The last so many that were added, each in the place of its last addition."""
+    """The last so many that were added, but those whose place a later one has taken."""
 
     def __init__(self, capacity):
         self.capacity = capacity
+        self.places = 1 << (2 * capacity - 1).bit_length()
         self.added = []
 
-    def __len__(self):
-        return len(self.added) - self.added.count(None)
-
-    def __contains__(self, item):
-        return item in self.added
-
     def add(self, item):
-        self.discard(item)
-        self.added = [*self.added, item][-self.capacity :]
+        kept = [None if other is not None and (other - item) % self.places == 0 else other for other in self.added]
+        self.added = [*kept, item][-self.capacity :]
 
     def discard(self, item):
         found = item in self.added
@@ -107,36 +102,41 @@ class S3FIFOModel(_QueuesModel):
         super().__init__("small", "main")
         self.target = max(1, capacity // 10)
         self.ghosts = GhostsModel(max(1, capacity - self.target))
+        self.to_spare = 0
 
     def added(self, entry):
         entry.uses = 0
-        self.queues["main" if self.ghosts.discard(entry.key) else "small"].append(entry)
+        self.queues["main" if self.ghosts.discard(hash(entry.key)) else "small"].append(entry)
 
     def unpinned(self, entry):
         if entry not in self:
             self.queues["main"].append(entry)
 
     def victim(self):
-        spared = 0
-        while self.has_candidate():
-            small, main = self.queues["small"], self.queues["main"]
-            from_small = len(small) >= self.target or not main
-            entry = (small if from_small else main).pop(0)
+        if not self.has_candidate():
+            return None
+        self.to_spare = min(self.to_spare + 1, 32)
+        small, main = self.queues["small"], self.queues["main"]
+        queue = small if len(small) >= self.target else main
+        while True:
+            if not queue:
+                queue = main if queue is small else small
+            entry = queue.pop(0)
             if entry.pins:
                 continue
-            if entry.uses and spared < 4:
-                spared += 1
-                entry.uses = 0 if from_small else entry.uses - 1
+            if entry.uses and self.to_spare:
+                self.to_spare -= 1
+                entry.uses = 0 if queue is small else entry.uses - 1
                 main.append(entry)
                 continue
-            if from_small:
-                self.ghosts.add(entry.key)
+            if queue is small:
+                self.ghosts.add(hash(entry.key))
             return entry
-        return None
 
     def clear(self):
         super().clear()
         self.ghosts.added.clear()
+        self.to_spare = 0
 
 
 POLICY_MODELS = {"fifo": FIFOModel, "lru": LRUModel, "s3fifo": S3FIFOModel}

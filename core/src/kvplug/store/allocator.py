@@ -178,11 +178,10 @@ class Allocator:
         never evicted. A tier with nothing to evict refuses in O(1) per key.
         """
         refs: list[SlotRef | None] = []
+        index, state, generation = self._index, self._state, self._generation
         with self._lock:
             # Blocks of this batch that are there already are part of the prefix that is being completed.
-            present = [
-                slot for slot in map(self._index.get, keys) if slot is not None and self._state[slot] == _PUBLISHED
-            ]
+            present = [slot for slot in map(index.get, keys) if slot is not None and state[slot] == _PUBLISHED]
             for slot in reversed(present):
                 self._pins[slot] += 1
                 if self._pins[slot] == 1:
@@ -191,7 +190,7 @@ class Allocator:
             try:
                 full = False
                 for key in keys:
-                    if key in self._index:
+                    if key in index:
                         refs.append(None)
                         continue
                     taken = None if full else self._take()
@@ -200,10 +199,10 @@ class Allocator:
                         self.refused += 1
                         refs.append(None)
                         continue
-                    self._index[key] = taken
+                    index[key] = taken
                     self._keys[taken] = key
-                    self._state[taken] = _RESERVED
-                    refs.append(_new_ref(SlotRef, (taken, self._generation[taken])))
+                    state[taken] = _RESERVED
+                    refs.append(_new_ref(SlotRef, (taken, generation[taken])))
             finally:
                 for slot in present:
                     if self._pins[slot] > 1:
@@ -314,7 +313,9 @@ class Allocator:
         victim = self._policy.victim()
         if victim is not None:
             self.evictions += 1
-            self._forget(victim)
+            key = self._keys[victim]
+            assert key is not None  # what can't be found has no place in the policy
+            del self._index[key]
             self._generation[victim] += 1
         return victim
 
