@@ -2,11 +2,12 @@
 
 The program writes all values one after another to one file that stays open, and reads them from it in the same order.
 The tier has a file for each value, a name to find it by, and a cap. Both have the same durability, which is the page
-cache's: neither waits for the disk after a value. So three things are compared:
+cache's: neither waits for the disk after a value. The tier is called as the store's client calls it, with a few values
+at a time, from as many threads. So three things are compared:
 
 - *disk*: writes until all of it is on the disk (`syncfs` at the end), into an empty directory and into a full one;
   reads of files that aren't in the page cache.
-- *direct*: both past the page cache, one value at a time.
+- *direct*: both past the page cache.
 - *cached*: the page cache's part: writes that end when the page cache has the bytes, reads of what it has.
 """
 
@@ -18,6 +19,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -31,8 +33,9 @@ __all__ = ["measure"]
 _ROOT = Path(__file__).resolve().parents[2]
 _MIB = 1 << 20
 _HEADER = 64
-#: Values in one call, as the store's client makes it.
+#: Values in one call, and calls at a time: the client leaves one thread free for calls that somebody waits for.
 _BATCH = 8
+_CALLS = DiskTier.max_calls - 1
 _TIMEOUT = 600.0
 #: For the disk to discard what the last turn has given back, which nobody waits for.
 _SETTLE_SECONDS = 0.5
@@ -160,19 +163,34 @@ class _Ours:
 
     def write(self) -> None:
         self._keys = [next(_numbers).to_bytes(48, "big") for _ in range(self._number)]
-        for keys, slots in self._batches():
-            if not all(self.tier.put(keys, slots, _TIMEOUT)):
-                raise AssertionError("the tier kept less than it was given")
+        self._call(self._put)
 
     def read(self) -> None:
-        for keys, slots in self._batches():
-            if any(length != len(slots[0]) for length in self.tier.get(keys, slots, _TIMEOUT)):
-                raise AssertionError("the tier lost what it was given")
+        self._call(self._get)
 
-    def _batches(self) -> Iterator[tuple[list[bytes], list[memoryview]]]:
-        for start in range(0, self._number, _BATCH):
-            keys = self._keys[start : start + _BATCH]
-            yield keys, self._slots[: len(keys)]
+    def _put(self, keys: list[bytes], slots: list[memoryview]) -> None:
+        if not all(self.tier.put(keys, slots, _TIMEOUT)):
+            raise AssertionError("the tier kept less than it was given")
+
+    def _get(self, keys: list[bytes], slots: list[memoryview]) -> None:
+        if any(length != len(slots[0]) for length in self.tier.get(keys, slots, _TIMEOUT)):
+            raise AssertionError("the tier lost what it was given")
+
+    def _call(self, function: Callable[[list[bytes], list[memoryview]], None]) -> None:
+        """Call the tier with all keys, a few in each call, on a few threads, each of which has slots of its own."""
+        starts = iter(range(0, self._number, _BATCH))  # `next` of it is atomic
+
+        def work(slots: list[memoryview]) -> None:
+            for start in starts:
+                keys = self._keys[start : start + _BATCH]
+                function(keys, slots[: len(keys)])
+
+        with ThreadPoolExecutor(_CALLS) as threads:
+            for done in [
+                threads.submit(work, self._slots[first : first + _BATCH])
+                for first in range(0, len(self._slots), _BATCH)
+            ]:
+                done.result()
 
 
 class _Comparison:
@@ -181,7 +199,7 @@ class _Comparison:
     def __init__(self, folder: Path, size: int, number: int, repeats: int) -> None:
         self._folder = folder
         self._label = f"{size // _MIB} MiB"
-        self._slots = _slots(_BATCH, size)
+        self._slots = _slots(_BATCH * _CALLS, size)
         self._number = number
         self._repeats = repeats
         self._best: dict[str, list[float]] = {}

@@ -77,7 +77,8 @@ def fill(descriptor: int, value: memoryview, *, direct: bool, over: bool) -> Non
         write_over(descriptor, value, done)
     elif done < len(value):
         write_buffered(descriptor, value, done)
-    start_writeback(descriptor)
+    if not done:  # of direct writes only the last page is left, which is no hurry
+        start_writeback(descriptor)
 
 
 def write_buffered(descriptor: int, value: memoryview, done: int = 0) -> None:

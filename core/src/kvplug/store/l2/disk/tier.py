@@ -14,7 +14,6 @@ from kvplug.settings import Settings
 from kvplug.store.l2.disk.reading import Reader, mark, size_of
 from kvplug.store.l2.disk.settings import DiskSettings
 from kvplug.store.l2.disk.space import Space
-from kvplug.store.l2.disk.together import together
 from kvplug.store.l2.disk.writing import Writer
 from kvplug.store.l2.tier import Tier, TierError, TierTimeoutError, Usage
 
@@ -125,34 +124,13 @@ class DiskTier(Tier):
         """Read values straight into the buffers."""
         space, deadline = self._opened(), time.monotonic() + timeout
         paths = [space.layout.value(key) for key in keys]
-        with self._errors("be read"):
-            if self._direct:
-                # Nothing reads ahead for direct reads.
-                return self._get_together(keys, paths, buffers, deadline)
-            with Reader(paths, buffers, direct=False) as reader:
-                lengths: list[int | None] = []
-                for index in range(len(paths)):
-                    if lengths:
-                        self._check(deadline)
-                    lengths.append(self._read(reader, keys, index, deadline))
-                return lengths
-
-    def _get_together(
-        self, keys: Sequence[bytes], paths: Sequence[str], buffers: Sequence[memoryview], deadline: float
-    ) -> list[int | None]:
-        lengths: list[int | None] = [None] * len(paths)
-
-        def read(index: int) -> None:
-            if index:
-                self._check(deadline)
-            one = slice(index, index + 1)
-            with Reader(paths[one], buffers[one], direct=True) as reader:
-                lengths[index] = self._read(reader, keys[one], 0, deadline)
-
-        _, failed = together(read, len(paths))
-        if failed is not None:
-            raise failed
-        return lengths
+        with self._errors("be read"), Reader(paths, buffers, direct=self._direct) as reader:
+            lengths: list[int | None] = []
+            for index in range(len(paths)):
+                if lengths:
+                    self._check(deadline)
+                lengths.append(self._read(reader, keys, index, deadline))
+            return lengths
 
     def _read(self, reader: Reader, keys: Sequence[bytes], index: int, deadline: float) -> int | None:
         try:

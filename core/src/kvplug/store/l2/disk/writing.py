@@ -21,7 +21,6 @@ from kvplug.store.l2.disk.layout import Value, charge, charge_of, reserved
 from kvplug.store.l2.disk.ledger import Counts
 from kvplug.store.l2.disk.reading import IDLE_NS, mark
 from kvplug.store.l2.disk.space import Space, pause
-from kvplug.store.l2.disk.together import together
 
 __all__ = ["Writer"]
 
@@ -146,16 +145,12 @@ class Writer:
         """Set room aside for the first few values, and write them."""
         group = _Group(self._first(items))
 
-        def fill(index: int) -> None:
-            temporary = group.temporaries[index]
-            files.fill(temporary.descriptor, group.items[index][1], direct=self._direct, over=temporary.reused)
-            self._check(deadline)
-
         try:
             self._reserve(group, deadline)
-            group.written, failed = together(fill, len(group.temporaries))
-            if failed is not None:
-                raise failed  # noqa: TRY301 - as if it had been raised here
+            for (_, value), temporary in zip(group.items, group.temporaries, strict=False):
+                files.fill(temporary.descriptor, value, direct=self._direct, over=temporary.reused)
+                group.written += 1
+                self._check(deadline)
         except OSError as error:
             self._abandon(group.temporaries[group.written :])
             if error.errno in _NO_ROOM:
