@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
+from statistics import median
 
 from benchmarks.common.figures import Figure
 
@@ -46,7 +47,7 @@ _numbers = count()
 
 def measure(*, quick: bool = False) -> list[Figure]:
     """Measure the tier and the plain program in turns."""
-    total, repeats = (64 * _MIB, 2) if quick else (512 * _MIB, 5)
+    total, repeats = (64 * _MIB, 2) if quick else (512 * _MIB, 7)
     rates: dict[str, tuple[float, float]] = {}
     with _scratch() as folder:
         for size in (_MIB, 4 * _MIB):
@@ -202,17 +203,17 @@ class _Comparison:
         self._slots = _slots(_BATCH * _CALLS, size)
         self._number = number
         self._repeats = repeats
-        self._best: dict[str, list[float]] = {}
+        self._seconds: dict[str, tuple[list[float], list[float]]] = {}
 
     def rates(self) -> dict[str, tuple[float, float]]:
-        """Return GB/s of the tier and of the plain program, the best of all turns, by what was done."""
+        """Return GB/s of the tier and of the plain program, the medians of all turns, by what was done."""
         for turn in range(self._repeats):
             for direct in (False, True):
                 sides = [(0, self._ours), (1, self._raw)]
                 for side, run in sides if turn % 2 else reversed(sides):
                     run(side, direct=direct)
         nbytes = self._number * len(self._slots[0]) / 1e9
-        return {name: (nbytes / ours, nbytes / raw) for name, (ours, raw) in self._best.items()}
+        return {name: (nbytes / median(ours), nbytes / median(raw)) for name, (ours, raw) in self._seconds.items()}
 
     def _ours(self, side: int, *, direct: bool) -> None:
         folder = self._new_folder()
@@ -252,8 +253,7 @@ class _Comparison:
         self._note("write full", side, _seconds(program.write) + _seconds(lambda: _syncfs(folder)))
 
     def _note(self, what: str, side: int, seconds: float) -> None:
-        best = self._best.setdefault(f"{what} {self._label}", [float("inf"), float("inf")])
-        best[side] = min(best[side], seconds)
+        self._seconds.setdefault(f"{what} {self._label}", ([], []))[side].append(seconds)
 
 
 def _seconds(function: Callable[[], object]) -> float:
