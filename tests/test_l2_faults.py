@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 from support import engines
 from support import llm as engine
 from support.driver import Generate, OneByOne, drive, type1
-from support.l2_steps import Gauges, Held, Killed, SwapValues, dont_check, fill_disk, forget, recovered
+from support.l2_steps import Gauges, Held, Killed, Meet, SwapValues, dont_check, fill_disk, forget, recovered
 from support.llm import compare
 from support.valkey import Server, find_binary
 
@@ -89,6 +90,38 @@ def test_engines_that_share_a_valkey(models, plain, valkey, tmp_path):
     assert spoiled.counts["l2_damaged:valkey"] >= len(PROMPTS)
     with pytest.raises(AssertionError, match="request"):
         compare(unchecked.outputs, plain, atol=CLOSE)
+
+
+@pytest.mark.server
+def test_two_engines_at_once_on_a_valkey(models, plain, valkey, tmp_path):
+    """Two engines serve at the same time, one on each model runner; each loads what the other has stored just now."""
+    halves = [PROMPTS[:1], PROMPTS[1:]]
+    with ExitStack() as stack:
+        server = Server(valkey, tmp_path)
+        stack.callback(server.kill)
+        connector = type1(l2="valkey", valkey_url=server.url, **PATIENT)
+
+        def run(index):
+            own, other = halves[index], halves[1 - index]
+            meet = Meet(tmp_path / f"met-{index}", tmp_path / f"met-{1 - index}")
+            script = [OneByOne(own, 4), meet, OneByOne(other, 4)]
+            runner = ("v1", "v2")[index]
+            return engines.run(
+                drive, runner=runner, model=models("llama"), connector=connector, script=script, timeout=300
+            ).rounds
+
+        with ThreadPoolExecutor(2) as threads:
+            both = list(threads.map(run, range(2)))
+    answers = [plain[:1], plain[1:]]
+    for index, (stored, loaded) in enumerate(both):
+        compare(stored.outputs, answers[index], atol=CLOSE)
+        compare(loaded.outputs, answers[1 - index], atol=CLOSE)
+        with pytest.raises(AssertionError):
+            compare(loaded.outputs, answers[index], atol=CLOSE)
+        there = sum(len(prompt) // BLOCK for prompt in halves[1 - index])
+        assert stored.counts["tokens_loaded"] == 0
+        assert loaded.counts["tokens_loaded"] == there * BLOCK
+        assert loaded.counts["l2_blocks_read:valkey"] == there
 
 
 def over_valkey(*, binary, folder, script, **kwargs):

@@ -15,7 +15,7 @@ from kvplug.store.l2.value import HEADER_BYTES
 from support import llm as engine
 from support.valkey import command, until
 
-__all__ = ["Gauges", "Held", "Killed", "SwapValues", "dont_check", "drain", "fill_disk", "forget", "recovered"]
+__all__ = ["Gauges", "Held", "Killed", "Meet", "SwapValues", "dont_check", "drain", "fill_disk", "forget", "recovered"]
 
 
 def drain(llm: Any) -> None:
@@ -63,6 +63,26 @@ class Held:
         """Note them."""
         drain(llm)
         self.seen.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))  # noqa: PTH208
+
+
+@dataclass
+class Meet:
+    """A step that waits, when nothing is on its way to L2, until another engine has come as far.
+
+    Attributes:
+        own: A file to make.
+        other: The file that the other engine makes.
+
+    """
+
+    own: Path
+    other: Path
+
+    def __call__(self, llm: Any) -> None:
+        """Say that this engine is there, and wait for the other one."""
+        drain(llm)
+        self.own.touch()
+        until(self.other.exists, 120)
 
 
 def fill_disk() -> Callable[[], None]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import enum
 import os
 import threading
+import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from support import llm as engine
@@ -24,6 +26,7 @@ class Leak(enum.Enum):
     DESCRIPTORS = "a file stays open for each request"
     THREADS = "a thread stays for each request"
     CONTENT = "loads bring other bytes"
+    DISK = "a block's bytes stay in L2's folder for each request"
 
 
 def put_in(leak: Leak, llm: Any) -> Callable[[], None]:
@@ -35,6 +38,9 @@ def put_in(leak: Leak, llm: Any) -> Callable[[], None]:
             engine.connector(llm).worker.tier.allocator.unpin = lambda _refs: None
         case Leak.CONTENT:
             _spoil_loads(engine.connector(llm).worker.paged)
+        case Leak.DISK:
+            (tier,) = (client.tier for client in engine.connector(llm).worker.store.clients)
+            return _per_request(leak, [], Path(tier.place))
         case _:
             return _per_request(leak, [])
     return lambda: None
@@ -51,7 +57,7 @@ def _spoil_loads(paged: Any) -> None:
     paged.scatter = scatter
 
 
-def _per_request(leak: Leak, kept: list[Any]) -> Callable[[], None]:
+def _per_request(leak: Leak, kept: list[Any], folder: Path | None = None) -> Callable[[], None]:
     def keep() -> None:
         match leak:
             case Leak.MEMORY:
@@ -60,6 +66,9 @@ def _per_request(leak: Leak, kept: list[Any]) -> Callable[[], None]:
                 kept.append(_Kept(len(kept)))
             case Leak.DESCRIPTORS:
                 kept.append(os.dup(0))
+            case Leak.DISK:
+                assert folder is not None
+                (folder / uuid.uuid4().hex).write_bytes(b"\1" * BLOCK_BYTES)
             case Leak.THREADS:
                 threading.Thread(target=threading.Event().wait, daemon=True).start()
 
