@@ -3,36 +3,6 @@
 from __future__ import annotations
 
 
-class LRUModel:
-    """What was used longest ago is first in one list; what is pinned isn't in it."""
-
-    def __init__(self, capacity):
-        self.order = []
-
-    def added(self, entry):
-        self.order.append(entry)
-
-    def hit(self, entry):
-        if entry in self.order:
-            self.removed(entry)
-            self.order.append(entry)
-
-    def pinned(self, entry):
-        self.order.remove(entry)
-
-    def unpinned(self, entry):
-        self.order.append(entry)
-
-    def removed(self, entry):
-        self.order = [other for other in self.order if other is not entry]
-
-    def victim(self):
-        return self.order.pop(0) if self.order else None
-
-    def clear(self):
-        self.order.clear()
-
-
 class _QueuesModel:
     """Several lists. What is pinned keeps its place until it is first in one."""
 
@@ -79,6 +49,14 @@ class FIFOModel(_QueuesModel):
         return None
 
 
+class LRUModel(FIFOModel):
+    """What is used goes to the end of the list, pinned or not."""
+
+    def hit(self, entry):
+        self.removed(entry)
+        self.queues["order"].append(entry)
+
+
 class GhostsModel:
     """The last so many that were added, but those whose place a later one has taken."""
 
@@ -106,11 +84,13 @@ class S3FIFOModel(_QueuesModel):
 
     def added(self, entry):
         entry.uses = 0
-        self.queues["main" if self.ghosts.discard(hash(entry.key)) else "small"].append(entry)
+        entry.in_main = self.ghosts.discard(hash(entry.key))
+        self.queues["main" if entry.in_main else "small"].append(entry)
 
     def unpinned(self, entry):
         if entry not in self:
-            self.queues["main"].append(entry)
+            entry.in_main = entry.in_main or entry.uses > 0
+            self.queues["main" if entry.in_main else "small"].append(entry)
 
     def victim(self):
         if not self.has_candidate():
@@ -127,6 +107,7 @@ class S3FIFOModel(_QueuesModel):
             if entry.uses and self.to_spare:
                 self.to_spare -= 1
                 entry.uses = 0 if queue is small else entry.uses - 1
+                entry.in_main = True
                 main.append(entry)
                 continue
             if queue is small:

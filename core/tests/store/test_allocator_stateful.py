@@ -5,22 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policy_models import POLICY_MODELS, FIFOModel
+from policy_models import POLICY_MODELS
 
 from kvplug.store import Allocator, make_policy, policy_names
 
 KEYS = [b"%d" % number for number in range(12)]
-
-
-class LRUModel(FIFOModel):
-    """What is used goes to the end of the list, pinned or not."""
-
-    def hit(self, entry):
-        self.removed(entry)
-        self.queues["order"].append(entry)
-
-
-MODELS = POLICY_MODELS | {"lru": LRUModel}
 
 
 class Entry:
@@ -112,7 +101,7 @@ class Runner:
     def __init__(self, policy, capacity, rng):
         self.rng = rng
         self.allocator = Allocator(capacity, make_policy(policy, capacity))
-        self.model = Model(capacity, MODELS[policy](capacity))
+        self.model = Model(capacity, POLICY_MODELS[policy](capacity))
         self.writing, self.held, self.gone = [], [], []
         self.refused = self.stale = 0
 

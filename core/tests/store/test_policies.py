@@ -132,6 +132,23 @@ def test_s3fifo_knows_what_it_evicted():
         assert order.index(slot) == (0 if clear else 18)  # the last new one stays in the small queue
 
 
+def test_s3fifo_keeps_nothing_for_a_pin_without_use():
+    """What was pinned when it was next, to be written elsewhere, goes like the rest; what was read meanwhile stays."""
+    s3fifo = _with(S3FIFO(20), 20)
+    for slot in (0, 1):
+        s3fifo.pinned(slot)
+    s3fifo.hit(1)
+    assert s3fifo.victim() == 2
+    for slot in (0, 1):
+        s3fifo.unpinned(slot)
+    victims = []
+    for number in range(30):
+        victims.append(s3fifo.victim())
+        s3fifo.added(victims[-1], b"scan-%d" % number)
+    assert 0 in victims
+    assert 1 not in victims
+
+
 @pytest.mark.parametrize("capacity", [1, 2, 7])
 def test_ghosts_are_the_last_so_many(capacity):
     """Whatever is added and discarded, what is known is what a list would have, without those whose place is taken."""

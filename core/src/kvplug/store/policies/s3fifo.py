@@ -38,8 +38,8 @@ class S3FIFO(EvictionPolicy):
     enough to reach the main queue (there, two): a block is used once per request. And evictions pass over one used
     entry each on average at most, and 32 at once, so that their cost doesn't depend on how many there are.
 
-    A pinned slot keeps its place. If it comes to a queue's end, it is put aside, and enters the main queue once it is
-    unpinned.
+    A pinned slot keeps its place. If it comes to a queue's end, it is put aside, and enters a queue again once it is
+    unpinned: the main one if it was used or was there before, else the small one.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -86,14 +86,18 @@ class S3FIFO(EvictionPolicy):
         self._candidates -= 1
 
     def unpinned(self, slot: int) -> None:
-        """Forget that the slot was pinned; if it was put aside, it enters the main queue."""
+        """Forget that the slot was pinned; if it was put aside, it enters a queue again."""
         flags = self._flags[slot]
         self._uses[slot] = flags & _USES
         self._flags[slot] = flags & _IN_MAIN
         self._candidates += 1
         if self._next[slot] == _ABSENT:
-            self._flags[slot] = _IN_MAIN
-            self._append(slot, self._main)
+            if flags & (_USES | _IN_MAIN):
+                self._flags[slot] = _IN_MAIN
+                self._append(slot, self._main)
+            else:
+                self._append(slot, self._small)
+                self._small_length += 1
 
     def removed(self, slot: int) -> None:
         """Take the slot out of its queue, if it is in one."""
