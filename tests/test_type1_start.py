@@ -36,7 +36,7 @@ def refused(*, model, connector, import_first=None, **engine_args):
         ({"l1_size_per_rank": "100TiB"}, r"ConfigError: .*l1_size_per_rank"),
         ({"l1_size_per_rank": "a lot"}, r"l1_size_per_rank .*'a lot'"),
         ({"l1_size_per_rank": 100}, r"holds no block"),
-        ({"l1_eviction_policy": "s3fifo"}, r"l1_eviction_policy"),
+        ({"l1_eviction_policy": "lfu"}, r"l1_eviction_policy"),
     ],
 )
 def test_bad_settings(models, settings, sentence):

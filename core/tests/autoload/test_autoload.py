@@ -64,7 +64,9 @@ from kvplug import autoload, connectors
 
 # G4: nothing of a connector is imported, and nothing touches CUDA
 out["imported"] = [m for m in MODULES.split() if m in sys.modules]
-out["stores"] = [m for m in sys.modules if m.split(".")[0] in ("redis", "valkey", "nixl", "mooncake", "lmcache")]
+# Not redis: torch imports it where it is installed, and the tier has no use for a client library.
+out["stores"] = [m for m in sys.modules if m.split(".")[0] in ("valkey", "nixl", "mooncake", "lmcache")]
+out["stores"] += [m for m in sys.modules if m.startswith("kvplug.store")]
 out["runners"] = [m for m in sys.modules if m.startswith("vllm.v1.worker.gpu") and m.endswith("model_runner")]
 out["cuda"] = torch.cuda.is_initialized()
 out["before"] = sorted(before)
