@@ -7,7 +7,6 @@ import ctypes
 import importlib
 import importlib.util
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from envlib.system_libraries import FOLDER, LIBRARIES, is_there
 
 from support.env_script import ROOT
+from support.signals import pause, resume
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -101,11 +101,11 @@ class Process:
 
     def pause(self) -> None:
         """Stop it as SIGSTOP does: its connections stay, and nobody answers."""
-        self._process.send_signal(signal.SIGSTOP)
+        pause(self._process.pid)
 
     def resume(self) -> None:
         """Let it go on."""
-        self._process.send_signal(signal.SIGCONT)
+        resume(self._process.pid)
 
     def kill(self) -> None:
         """End it at once."""

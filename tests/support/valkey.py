@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvplug.store.l2.valkey.resp import ErrorReply, Reader, Reply, encode
+from support.signals import pause, resume
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -160,11 +159,13 @@ class Server:
 
     def pause(self) -> None:
         """Stop it where it is (SIGSTOP)."""
-        self._signal(signal.SIGSTOP)
+        assert self._process is not None
+        pause(self._process.pid)
 
     def resume(self) -> None:
         """Let it go on."""
-        self._signal(signal.SIGCONT)
+        assert self._process is not None
+        resume(self._process.pid)
 
     def kill(self) -> None:
         """Kill it, and wait until it is gone."""
@@ -182,10 +183,6 @@ class Server:
     def running(self) -> bool:
         """Whether it wasn't killed."""
         return self._process is not None
-
-    def _signal(self, number: int) -> None:
-        assert self._process is not None
-        os.kill(self._process.pid, number)
 
 
 class Cluster:
