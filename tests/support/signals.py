@@ -12,9 +12,15 @@ def pause(pid: int) -> None:
     Args:
         pid: A child of this process.
 
+    Raises:
+        AssertionError: It has ended.
+
     """
     os.kill(pid, signal.SIGSTOP)
-    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+    # Ends are asked for, too: one that has ended never stops.
+    state = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+    assert state is not None
+    assert state.si_code == os.CLD_STOPPED, f"process {pid} has ended"
 
 
 def resume(pid: int) -> None:
