@@ -9,10 +9,12 @@ import stat
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from kvplug.store.l2.disk import space
+from kvplug.store.l2.disk.layout import Value
 from support import llm as engine
 from support.driver import count_preemptions, counts, keep_asynchronous_scheduling, leftovers, type1
 from support.l2_steps import drain
@@ -26,6 +28,17 @@ _L1_BLOCKS, _GPU_BLOCKS = 16, 25
 
 #: Bytes that L2 may have: room for fewer blocks than what is asked for in a round.
 _DISK_SIZE = 6 << 20
+
+#: Values that L2 can have, and of these the ones that it notes at once, to go next.
+_DISK_VALUES = _DISK_SIZE // BLOCK_BYTES
+_DISK_NOTED = _DISK_VALUES // space._NOTED_SHARE
+
+#: What is noted is a list of pairs of a value, which has four fields, and its shard: a new one each time it is used up.
+_DISK_ROOM = {
+    "._space._oldest": _DISK_NOTED,
+    "._space._oldest[]": 2 * _DISK_NOTED,
+    "._space._oldest[][]": len(Value._fields) * _DISK_NOTED,
+}
 
 _LIMITS = Limits()
 
@@ -114,6 +127,7 @@ def soak(
         keep_asynchronous_scheduling()
     args = {"num_gpu_blocks": _GPU_BLOCKS, "max_model_len": 256, "max_num_batched_tokens": 256, "max_num_seqs": 16}
     l2 = {} if disk is None else {"l2": "disk", "disk_path": disk, "disk_size": _DISK_SIZE, "l2_load_timeout": 30}
+    limits = limits if disk is None else replace(limits, room=_DISK_ROOM)
     headers = 0 if disk is None else 1  # blocks that L2's headers take the room of
     connector = type1(l1_size_per_rank=(_L1_BLOCKS + headers) * BLOCK_BYTES, **l2)
     llm = engine.make_llm(model, connector=connector, disable_log_stats=False, **args | engine_args)
