@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from copy import copy
+from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,7 +17,7 @@ from kvplug.paged.staged import CudaStream, StagedCopier
 from kvplug.paged.streaming import streaming_copy
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from kvplug.paged.transfer import Transfer
     from kvplug.store.slab import Slab
@@ -26,10 +28,13 @@ __all__ = ["Copier", "PagedCache"]
 class Copier(Protocol):
     """Copies blocks between regions of a paged cache and the slots of a slab. Arguments were checked before."""
 
-    def gather(self, block_ids: list[int], slab: Slab, slots: list[int]) -> Transfer:
+    def of(self, regions: Sequence[Region]) -> Copier:
+        """Return a copier of fewer regions, which lie in slots as they do here."""
+
+    def gather(self, block_ids: list[int], slab: Slab, slots: list[int], *, hold: bool = True) -> Transfer:
         """Copy each block to the slot at the same position."""
 
-    def scatter(self, slab: Slab, slots: list[int], block_ids: list[int]) -> Transfer:
+    def scatter(self, slab: Slab, slots: list[int], block_ids: list[int], *, hold: bool = True) -> Transfer:
         """Copy each slot to the block at the same position."""
 
 
@@ -56,6 +61,7 @@ class PagedCache:
 
     def __init__(self, layers: Sequence[Layer], regions: Sequence[Region], copier: Copier) -> None:
         self.layers = tuple(layers)
+        self._regions = tuple(regions)
         self.num_blocks = regions[0].num_blocks
         self.block_bytes = sum(region.nbytes for region in regions)
         self.layout = _describe(self.layers)
@@ -93,9 +99,38 @@ class PagedCache:
             distinct.setdefault((region.storage.data_ptr(), region.offset, layer.layout), (layer, region))
         layers, regions = zip(*distinct.values(), strict=True)
         fused = fuse(regions)
-        return cls(layers, fused, _copier(fused, {tensor.device for tensor in kv_caches.values()}))
+        return cls(layers, regions, _copier(fused, {tensor.device for tensor in kv_caches.values()}))
 
-    def gather(self, block_ids: Sequence[int], slab: Slab, slots: Sequence[int]) -> Transfer:
+    def of_layers(self, names: Collection[str]) -> PagedCache:
+        """Return the part of this cache that some layers are, for copies layer by layer.
+
+        A slot holds the whole block as before, and a copy touches only these layers' bytes in it.
+
+        Args:
+            names: Names of layers, neighbours in `layers`.
+
+        Raises:
+            ValueError: None of them is stored here.
+
+        """
+        regions = []
+        offset = 0
+        chosen = []
+        for layer, region in zip(self.layers, self._regions, strict=True):
+            if layer.name in names:
+                chosen.append(layer)
+                regions.append(replace(region, slot_offset=offset))
+            offset += layer.nbytes
+        if not regions:
+            msg = f"none of {', '.join(names)} is stored here"
+            raise ValueError(msg)
+        part = copy(self)
+        part.layers = tuple(chosen)
+        part._regions = tuple(regions)  # noqa: SLF001
+        part._copier = self._copier.of(regions)  # noqa: SLF001
+        return part
+
+    def gather(self, block_ids: Sequence[int], slab: Slab, slots: Sequence[int], *, hold: bool = True) -> Transfer:
         """Copy blocks out of the paged cache, each to the slot at the same position.
 
         What vLLM computed so far on the current stream is copied, and what it computes next can't overwrite it before
@@ -105,6 +140,8 @@ class PagedCache:
             block_ids: The blocks, by vLLM's ids.
             slab: Where to copy them.
             slots: As many different slots.
+            hold: Whether what vLLM computes next waits until the blocks have been read. If not, nobody may write to
+                them before the transfer has ended, or was told to hold compute back.
 
         Returns:
             The transfer. On CPUs it has ended. On a GPU, wait for it before the slots are published.
@@ -116,9 +153,9 @@ class PagedCache:
         """
         blocks, targets = self._check(block_ids, slab, slots)
         _check_distinct(targets, "slot")
-        return self._copier.gather(blocks, slab, targets)
+        return self._copier.gather(blocks, slab, targets, hold=hold)
 
-    def scatter(self, slab: Slab, slots: Sequence[int], block_ids: Sequence[int]) -> Transfer:
+    def scatter(self, slab: Slab, slots: Sequence[int], block_ids: Sequence[int], *, hold: bool = True) -> Transfer:
         """Copy blocks into the paged cache, from the slot at the same position.
 
         What vLLM computed so far on the current stream comes before, and what it computes next sees the blocks.
@@ -127,6 +164,8 @@ class PagedCache:
             slab: Where to copy from.
             slots: The slots.
             block_ids: As many different blocks, by vLLM's ids.
+            hold: Whether what vLLM computes next waits for the blocks. If not, nobody may use them before the transfer
+                has ended, or was told to hold compute back.
 
         Returns:
             The transfer. On CPUs it has ended. On a GPU, wait for it before the slots are unpinned.
@@ -137,7 +176,7 @@ class PagedCache:
         """
         blocks, sources = self._check(block_ids, slab, slots)
         _check_distinct(blocks, "block")
-        return self._copier.scatter(slab, sources, blocks)
+        return self._copier.scatter(slab, sources, blocks, hold=hold)
 
     def _check(self, block_ids: Sequence[int], slab: Slab, slots: Sequence[int]) -> tuple[list[int], list[int]]:
         blocks, numbers = list(block_ids), list(slots)

@@ -42,8 +42,19 @@ class HostCopier:
         self._runs = _Runs(regions)
         self._streaming = streaming
 
-    def gather(self, block_ids: list[int], slab: Slab, slots: list[int]) -> Transfer:
-        """Copy each block to the slot at the same position."""
+    def of(self, regions: Sequence[Region]) -> HostCopier:
+        """Return a copier of fewer regions, which lie in slots as they do here."""
+        return HostCopier(regions, self._streaming)
+
+    def gather(
+        self,
+        block_ids: list[int],
+        slab: Slab,
+        slots: list[int],
+        *,
+        hold: bool = True,  # noqa: ARG002
+    ) -> Transfer:
+        """Copy each block to the slot at the same position. It has ended then, so there is nothing to hold."""
         if self._streaming is not None and self._runs.are_lines_in(slab):
             runs = self._runs
             self._streaming(runs.in_slots(slab, slots), runs.in_blocks(block_ids), runs.sizes(len(slots)))
@@ -54,8 +65,15 @@ class HostCopier:
                 field[slot] = cache[block]
         return DONE
 
-    def scatter(self, slab: Slab, slots: list[int], block_ids: list[int]) -> Transfer:
-        """Copy each slot to the block at the same position."""
+    def scatter(
+        self,
+        slab: Slab,
+        slots: list[int],
+        block_ids: list[int],
+        *,
+        hold: bool = True,  # noqa: ARG002
+    ) -> Transfer:
+        """Copy each slot to the block at the same position. It has ended then, so there is nothing to hold."""
         if self._streaming is not None and self._runs.are_lines_in(slab):
             runs = self._runs
             self._streaming(runs.in_blocks(block_ids), runs.in_slots(slab, slots), runs.sizes(len(slots)))
@@ -81,9 +99,12 @@ class _Runs:
         self._start = np.concatenate(starts)
         self._stride = np.repeat(np.array([region.block_stride for region in regions], dtype=np.uintp), counts)
         self._size = np.repeat(np.array([region.run for region in regions], dtype=np.uintp), counts)
-        #: Byte of each run in a slot.
-        self._slot_offset = np.cumsum(self._size, dtype=np.uintp) - self._size
-        self._grain = gcd(*(int(number) for array in (self._start, self._stride, self._size) for number in array))
+        #: Byte of each run in a slot. The regions follow each other there.
+        self._slot_offset = np.cumsum(self._size, dtype=np.uintp) - self._size + np.uintp(regions[0].slot_offset)
+        self._grain = gcd(
+            regions[0].slot_offset,
+            *(int(number) for array in (self._start, self._stride, self._size) for number in array),
+        )
 
     def are_lines_in(self, slab: Slab) -> bool:
         """Return whether all runs, in the cache and in the slab, start and end where cache lines do."""

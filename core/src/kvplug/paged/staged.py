@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import AbstractContextManager, contextmanager
+from copy import copy
 from math import gcd
 from typing import TYPE_CHECKING, Protocol
 
@@ -109,7 +110,14 @@ class StagedCopier:
             # Zeros: rows cross the bus whole, headers and paddings included.
             self._staging = torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
-    def gather(self, block_ids: list[int], slab: Slab, slots: list[int]) -> Transfer:
+    def of(self, regions: Sequence[Region]) -> StagedCopier:
+        """Return a copier of fewer regions, which lie in slots as they do here, by the same buffer and stream."""
+        part = copy(self)
+        part._regions = list(regions)  # noqa: SLF001
+        part._known_views = {}  # noqa: SLF001
+        return part
+
+    def gather(self, block_ids: list[int], slab: Slab, slots: list[int], *, hold: bool = True) -> Transfer:
         """Copy each block to the slot at the same position. Later compute waits for the reads, not for the bus."""
         if not block_ids:
             return DONE
@@ -122,10 +130,9 @@ class StagedCopier:
                 for row, slot, count in _runs(chunk):
                     slab.slots_tensor[slot : slot + count].copy_(rows[row : row + count], non_blocking=True)
             end = self._stream.record()
-        self._stream.hold_compute(read)
-        return Transfer(end)
+        return self._transfer(end, read, hold=hold)
 
-    def scatter(self, slab: Slab, slots: list[int], block_ids: list[int]) -> Transfer:
+    def scatter(self, slab: Slab, slots: list[int], block_ids: list[int], *, hold: bool = True) -> Transfer:
         """Copy each slot to the block at the same position. Later compute waits for it."""
         if not block_ids:
             return DONE
@@ -137,8 +144,13 @@ class StagedCopier:
                 for cache, field in self._views(slab):
                     cache.index_copy_(0, blocks, field[: len(chunk)])
             end = self._stream.record()
-        self._stream.hold_compute(end)
-        return Transfer(end)
+        return self._transfer(end, end, hold=hold)
+
+    def _transfer(self, end: Event, usable: Event, *, hold: bool) -> Transfer:
+        transfer = Transfer(end, lambda: self._stream.hold_compute(usable))
+        if hold:
+            transfer.hold_compute()
+        return transfer
 
     @contextmanager
     def _ordered(self) -> Iterator[None]:

@@ -133,6 +133,12 @@ class Allocator:
                     policy.hit(slot)
         return refs
 
+    def is_reserved(self, key: bytes) -> bool:
+        """Say whether a block is being written under a key."""
+        with self._lock:
+            slot = self._index.get(key)
+            return slot is not None and self._state[slot] == _RESERVED
+
     def touch_prefix(self, keys: Sequence[bytes]) -> int:
         """Count the longest run of leading keys that are published as used, and return how many there are.
 

@@ -14,7 +14,30 @@ from kvplug.store.slab import Slab, slot_stride
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["MemoryTier"]
+__all__ = ["MemoryTier", "slots_within"]
+
+
+def slots_within(capacity_bytes: int, slot_bytes: int, header_bytes: int = 0) -> int:
+    """Return how many slots of a slab fit.
+
+    Args:
+        capacity_bytes: Bytes of host memory.
+        slot_bytes: Bytes of a slot's payload.
+        header_bytes: Bytes in front of each.
+
+    Raises:
+        ConfigError: Not even one fits.
+
+    """
+    stride = slot_stride(slot_bytes, header_bytes)
+    num_slots = capacity_bytes // mmap.PAGESIZE * mmap.PAGESIZE // stride
+    if num_slots < 1:
+        msg = (
+            f"A capacity of {capacity_bytes} bytes holds no block of this model, which takes "
+            f"{stride} bytes: set a larger one."
+        )
+        raise ConfigError(msg)
+    return num_slots
 
 
 class MemoryTier:
@@ -62,14 +85,7 @@ class MemoryTier:
             KvplugError: The memory can't be had.
 
         """
-        stride = slot_stride(slot_bytes, header_bytes)
-        num_slots = capacity_bytes // mmap.PAGESIZE * mmap.PAGESIZE // stride
-        if num_slots < 1:
-            msg = (
-                f"A capacity of {capacity_bytes} bytes holds no block of this model, which takes "
-                f"{stride} bytes: set a larger one."
-            )
-            raise ConfigError(msg)
+        num_slots = slots_within(capacity_bytes, slot_bytes, header_bytes)
         allocator = Allocator(num_slots, make_policy(policy, num_slots))
         return cls(Slab(num_slots, slot_bytes, header_bytes=header_bytes, pin=pin, background=background), allocator)
 

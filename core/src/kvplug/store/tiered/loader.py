@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvplug.store.memory import MemoryTier
     from kvplug.store.tiered.writer import Writer
 
-__all__ = ["Loader"]
+__all__ = ["Loader", "Prefetch"]
 
 #: Where a block is that is in L1 already, or on its way there.
 _HERE = -1
@@ -32,8 +32,25 @@ class _Batch:
         self.refs = refs
         self.client = client
         self.operation: Operation[list[bool]] | None = None
+        self.started = time.monotonic()
         #: Set when the blocks are in L1, as far as they could be had.
         self.settled = threading.Event()
+
+
+class Prefetch:
+    """What one call of `Loader.prefetch` has begun."""
+
+    def __init__(self) -> None:
+        self._batches: list[_Batch] | None = None
+
+    def started(self, batches: list[_Batch]) -> None:
+        """Note that lookups have ended, and what is read as a result. For the loader."""
+        self._batches = batches
+
+    @property
+    def over(self) -> bool:
+        """Whether all is in L1 that will come."""
+        return self._batches is not None and all(batch.settled.is_set() for batch in self._batches)
 
 
 class _Budget:
@@ -129,24 +146,49 @@ class Loader:
         finally:
             self._allocator.unpin(held)
 
-    def prefetch(self, keys: Sequence[bytes]) -> None:
+    def prefetch(self, keys: Sequence[bytes], *, only_last: bool = False) -> Prefetch:
         """Begin to bring a run of blocks into L1. Returns at once, and never fails; what is too much is left out.
 
         Args:
             keys: Block keys, in order, of a request that will be scheduled soon.
+            only_last: Bring the last block that a tier has, instead of the run up to the first that none has.
 
         """
+        prefetch = Prefetch()
+        if only_last:
+            self._prefetch_last(keys, prefetch)
+            return prefetch
         first = next((index for index, key in enumerate(keys) if not self._is_here(key)), len(keys))
         wanted = keys[first:]
-        if not wanted:
-            return
         share = self._budget.take(len(wanted))
         chosen = wanted[: share.blocks]
         if len(chosen) < len(wanted):
             self._stats.add("l2_prefetches_dropped", len(wanted) - len(chosen))
         if chosen:
             where: list[int | None] = [_HERE if self._is_here(key) else None for key in chosen]
-            self._look_up(chosen, where, 0, share)
+            self._look_up(chosen, where, 0, share, prefetch, only_last=False)
+        else:
+            prefetch.started([])
+        return prefetch
+
+    def _prefetch_last(self, keys: Sequence[bytes], prefetch: Prefetch) -> None:
+        # What is after the last one that is here already may be better.
+        here = next((index for index in range(len(keys) - 1, -1, -1) if self._is_here(keys[index])), -1)
+        wanted = keys[here + 1 :]
+        share = self._budget.take(min(1, len(wanted)))
+        if share.blocks:
+            self._look_up(wanted, [None] * len(wanted), 0, share, prefetch, only_last=True)
+        else:
+            prefetch.started([])
+
+    def is_coming(self, key: bytes) -> bool:
+        """Say whether a block is on its way from L2."""
+        return key in self._coming
+
+    def coming(self, key: bytes, max_age: float) -> bool:
+        """Say whether a block is on its way from L2, and was asked for at most so many seconds ago."""
+        batch = self._coming.get(key)
+        return batch is not None and time.monotonic() - batch.started < max_age
 
     def forget(self) -> None:
         """Wait no more for what is on its way: it will not be found. For a reset."""
@@ -165,24 +207,35 @@ class Loader:
             if there:
                 where[index] = number
 
-    def _look_up(self, keys: Sequence[bytes], where: list[int | None], number: int, share: _Share) -> None:
+    def _look_up(
+        self,
+        keys: Sequence[bytes],
+        where: list[int | None],
+        number: int,
+        share: _Share,
+        prefetch: Prefetch,
+        *,
+        only_last: bool,
+    ) -> None:
         """Ask the tiers from one on in the background, then start reading."""
         asked = [index for index, place in enumerate(where) if place is None]
         try:
             if not asked or number == len(self._clients):
-                started = self._start(keys, _run(where), share)
+                started = self._start(*(_last(keys, where) if only_last else (keys, _run(where))), share)
                 on_their_way = sum(len(batch.keys) for batch in started)
                 self._stats.add("l2_prefetched", on_their_way)
                 share.leave(len(keys) - on_their_way)
+                prefetch.started(started)
                 return
 
             def released(found: list[bool] | None) -> None:
                 self._note(where, asked, found or [False] * len(asked), number)
-                self._look_up(keys, where, number + 1, share)
+                self._look_up(keys, where, number + 1, share, prefetch, only_last=only_last)
 
             self._clients[number].exists([keys[index] for index in asked], urgent=False, released=released)
         except BaseException:
             share.leave(len(keys))
+            prefetch.started([])
             raise
 
     # -- Reading -------------------------------------------------------------------------------------------------
@@ -267,3 +320,11 @@ def _run(where: Sequence[int | None]) -> list[int]:
             break
         run.append(place)
     return run
+
+
+def _last(keys: Sequence[bytes], where: Sequence[int | None]) -> tuple[list[bytes], list[int]]:
+    """Return the last block that is anywhere, and its place; nothing if there is none."""
+    for key, place in zip(reversed(keys), reversed(where), strict=True):
+        if place is not None:
+            return [key], [place]
+    return [], []

@@ -16,10 +16,13 @@ from kvplug.store.memory import MemoryTier
 from kvplug.store.tiered.store import TieredStore
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvplug.stats import Stats
     from kvplug.store.settings import StoreSettings
+    from kvplug.store.slab import Slab
 
-__all__ = ["make_store"]
+__all__ = ["make_clients", "make_store", "start_clients"]
 
 logger = get_logger(__name__)
 
@@ -53,23 +56,15 @@ def make_store(
         KvplugError: The memory can't be had, or a tier that is required can't be opened.
 
     """
-    codec = make_codec(settings.l2_codec, item_bytes)
-    tiers = [_make(tier, settings) for tier in settings.tiers]
     memory = MemoryTier.with_capacity(
         settings.l1_size_per_rank,
         block_bytes,
-        header_bytes=HEADER_BYTES if tiers else 0,
+        header_bytes=HEADER_BYTES if settings.tiers else 0,
         policy=settings.l1_eviction_policy,
         pin=pin,
         background=pin,
     )
-    keys = StorageKeys(shard, layout, namespace=settings.l2_namespace)
-    clients = []
-    for tier in tiers:
-        blocks = Blocks(memory.slab, keys, layout_digest(shard, layout), codec)
-        clients.append(
-            L2Client(tier, blocks, stats, timeout=settings.l2_timeout, lookup_timeout=settings.l2_load_timeout)
-        )
+    clients, keys = make_clients(settings, stats, memory.slab, item_bytes=item_bytes, shard=shard, layout=layout)
     store = TieredStore(
         memory,
         clients,
@@ -82,12 +77,54 @@ def make_store(
         renew=keys.renew,
     )
     try:
-        for client in clients:
-            _start(client, required=settings.l2_required)
+        start_clients(clients, required=settings.l2_required)
     except BaseException:
         store.close()
         raise
     return store
+
+
+def make_clients(
+    settings: StoreSettings, stats: Stats, slab: Slab, *, item_bytes: int, shard: str, layout: str
+) -> tuple[list[L2Client], StorageKeys]:
+    """Make a client for each tier that the settings name, and what names blocks in them. Nothing is opened yet.
+
+    Args:
+        settings: The settings.
+        stats: Counts what happens.
+        slab: The worker's memory, whose slots have room for headers.
+        item_bytes: As `make_store`.
+        shard: As `make_store`.
+        layout: As `make_store`.
+
+    Raises:
+        ConfigError: A tier or codec lacks what it needs.
+
+    """
+    codec = make_codec(settings.l2_codec, item_bytes)
+    keys = StorageKeys(shard, layout, namespace=settings.l2_namespace)
+    blocks = Blocks(slab, keys, layout_digest(shard, layout), codec)
+    return [
+        L2Client(
+            _make(tier, settings), blocks, stats, timeout=settings.l2_timeout, lookup_timeout=settings.l2_load_timeout
+        )
+        for tier in settings.tiers
+    ], keys
+
+
+def start_clients(clients: Sequence[L2Client], *, required: bool) -> None:
+    """Open the tiers.
+
+    Args:
+        clients: The tiers.
+        required: Whether one that can't be opened now is an error. If not, it is opened when it can be.
+
+    Raises:
+        KvplugError: A tier that is required can't be opened.
+
+    """
+    for client in clients:
+        _start(client, required=required)
 
 
 def _make(tier: type[Tier], settings: StoreSettings) -> Tier:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kvplug.log import get_logger
-from kvplug.store.l2.tier import Usage
+from kvplug.store.tiered.gauges import L2Gauges
 from kvplug.store.tiered.loader import Loader
 from kvplug.store.tiered.writer import MAX_TIERS, WritePolicy, Writer
 
@@ -21,8 +21,6 @@ __all__ = ["TieredStore"]
 
 logger = get_logger(__name__)
 
-#: Seconds between two looks at what tiers hold.
-_USAGE_SECONDS = 10.0
 #: Writes, and prefetches, keep slots of L1 from being evicted: together at most half of it.
 _SHARE = 4
 
@@ -79,8 +77,7 @@ class TieredStore:
             renew=renew,
         )
         self._loader = Loader(memory, clients, self._writer, stats, prefetch_bytes=min(prefetch_bytes, share))
-        self._usage: dict[str, Usage] = {}
-        self._usage_at = float("-inf")
+        self._gauges = L2Gauges(self.clients)
 
     # -- Reading -------------------------------------------------------------------------------------------------
 
@@ -153,20 +150,7 @@ class TieredStore:
 
     def gauges(self) -> dict[str, float]:
         """Return what can be said of the L2 tiers now, by metric and tier."""
-        now = time.monotonic()
-        if self.clients and now - self._usage_at >= _USAGE_SECONDS:
-            self._usage_at = now
-            for client in self.clients:
-                client.usage(lambda usage, name=client.name: self._usage.update({name: usage} if usage else {}))  # type: ignore[misc]
-        gauges: dict[str, float] = {}
-        for client in self.clients:
-            gauges[f"l2_down:{client.name}"] = 0 if client.health.works() else 1
-            usage = self._usage.get(client.name, Usage())
-            if usage.used_bytes is not None:
-                gauges[f"l2_usage_bytes:{client.name}"] = usage.used_bytes
-            if usage.capacity_bytes is not None:
-                gauges[f"l2_capacity_bytes:{client.name}"] = usage.capacity_bytes
-        return gauges
+        return self._gauges()
 
     def close(self) -> None:
         """Write what is on its way, stop, and give the memory back. Copies must have ended before."""

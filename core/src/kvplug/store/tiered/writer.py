@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from kvplug.store.allocator import SlotRef
     from kvplug.store.l2.client import L2Client
     from kvplug.store.memory import MemoryTier
+    from kvplug.store.slab import Slab
 
-__all__ = ["MAX_TIERS", "WritePolicy", "Writer", "batches"]
+__all__ = ["MAX_TIERS", "Copies", "WritePolicy", "Writer", "batches"]
 
 T = TypeVar("T")
 
@@ -29,6 +30,31 @@ MAX_TIERS = 8
 
 #: Bytes of one call to a tier: enough for several calls at the same time, not so many that one takes long.
 _CALL_BYTES = 16 << 20
+
+
+class Copies:
+    """Copies of blocks that were evicted, in memory that is used again and again.
+
+    Args:
+        slab: Where the blocks are.
+
+    """
+
+    def __init__(self, slab: Slab) -> None:
+        self._slab = slab
+        self._free: list[memoryview] = []
+
+    def take(self, slot: int) -> memoryview:
+        """Return a copy of what is in a slot, header first."""
+        view = self._slab.value_view(slot)
+        copy = self._free.pop() if self._free else memoryview(bytearray(view.nbytes))
+        # numpy copies without the interpreter's lock.
+        np.copyto(np.frombuffer(copy, np.uint8), np.frombuffer(view, np.uint8))
+        return copy
+
+    def give_back(self, copy: memoryview) -> None:
+        """Take a copy back that nobody reads any more."""
+        self._free.append(copy)
 
 
 @dataclass
@@ -56,6 +82,7 @@ class Writer:
         min_hits: For the policy `hits`: uses after which a block goes.
         max_bytes: Bytes in flight to each tier.
         renew: Called in a reset: from now on blocks have other names.
+        copies: Makes copies of evicted blocks.
 
     """
 
@@ -69,8 +96,9 @@ class Writer:
         min_hits: int = 1,
         max_bytes: int = 256 << 20,
         renew: Callable[[], None] = lambda: None,
+        copies: Copies | None = None,
     ) -> None:
-        self._memory = memory
+        self._copies = Copies(memory.slab) if copies is None else copies
         self._allocator = memory.allocator
         self._clients = list(clients)
         self._stats = stats
@@ -84,7 +112,6 @@ class Writer:
         self._lock = threading.RLock()
         self._notes = SlotNotes(memory.allocator.capacity)
         self._in_flight = [0] * len(clients)
-        self._scratch: list[memoryview] = []
 
     def reserve(self, keys: Sequence[bytes]) -> list[SlotRef | None]:
         """Reserve slots as `Allocator.reserve` does. What is evicted for them goes to L2 first, if the policy says so.
@@ -211,17 +238,11 @@ class Writer:
             scratches = []
             for slot, key, _ in chosen:
                 if slot not in copies:
-                    copies[slot] = _Scratch(key, self._copy(slot))
+                    copies[slot] = _Scratch(key, self._copies.take(slot))
                 copies[slot].readers += 1
                 scratches.append(copies[slot])
             for batch in batches(scratches, self._value_bytes, client.tier.max_calls):
                 self._put_copies(number, client, batch)
-
-    def _copy(self, slot: int) -> memoryview:
-        scratch = self._scratch.pop() if self._scratch else memoryview(bytearray(self._value_bytes))
-        # numpy copies without the interpreter's lock.
-        np.copyto(np.frombuffer(scratch, np.uint8), np.frombuffer(self._memory.slab.value_view(slot), np.uint8))
-        return scratch
 
     def _put_copies(self, number: int, client: L2Client, batch: Sequence[_Scratch]) -> None:
         self._in_flight[number] += len(batch) * self._value_bytes
@@ -232,7 +253,7 @@ class Writer:
                 for scratch in batch:
                     scratch.readers -= 1
                     if not scratch.readers:
-                        self._scratch.append(scratch.memory)
+                        self._copies.give_back(scratch.memory)
 
         try:
             client.put_values([one.key for one in batch], [one.memory for one in batch], released=released)

@@ -1,0 +1,116 @@
+"""A worker's side of a store that is directed by the scheduler's: L2 calls for the slots of its slab."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvplug.log import RateLimited, get_logger
+from kvplug.store.tiered.gauges import L2Gauges
+from kvplug.store.tiered.writer import Copies
+
+if TYPE_CHECKING:
+    from kvplug.store.directed.commands import Command
+    from kvplug.store.l2.client import L2Client
+    from kvplug.store.l2.keys import StorageKeys
+    from kvplug.store.slab import Slab
+
+__all__ = ["Executor"]
+
+_limited = RateLimited(get_logger(__name__))
+
+
+class Executor:
+    """Carries commands out, and keeps the answers until they are reported.
+
+    Args:
+        clients: The tiers, in the order of the setting `l2`. The executor closes them.
+        slab: This worker's memory.
+        keys: What blocks are called in the tiers.
+        notify: Called, on any thread, when there is an answer.
+
+    """
+
+    def __init__(
+        self, clients: Sequence[L2Client], slab: Slab, keys: StorageKeys, notify: Callable[[], None] = lambda: None
+    ) -> None:
+        self._clients = list(clients)
+        self._slab = slab
+        self._keys = keys
+        self._notify = notify
+        self._copies = Copies(slab)
+        self._epoch = 0
+        self._answers: deque[tuple[int, Sequence[bool]]] = deque()
+        self._down: frozenset[str] | None = None
+        self.gauges = L2Gauges(self._clients)
+
+    def execute(self, commands: Iterable[Command], epoch: int) -> None:
+        """Start what a step's metadata asks for. To be called before the step writes to any slot.
+
+        Args:
+            commands: The commands.
+            epoch: Resets so far, as the scheduler's side counts them.
+
+        """
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._keys.renew()
+        for command in commands:
+            nothing = [False] * len(command.keys)
+            if command.epoch != epoch:  # what it is about was forgotten since
+                self._answer(command.number, nothing)
+                continue
+            try:
+                self._start(command, partial(self._released, command.number, nothing))
+            except Exception as error:  # noqa: BLE001 - a call that can't be made is a miss
+                _limited.warning(command.kind, "An L2 call couldn't be made: %r", error)
+                self._answer(command.number, nothing)
+
+    def _start(self, command: Command, released: Callable[[list[bool] | None], None]) -> None:
+        client = self._clients[command.tier]
+        match command.kind:
+            case "exists":
+                client.exists(command.keys, urgent=command.urgent, released=released)
+            case "get":
+                client.get(command.keys, command.slots, urgent=command.urgent, released=released)
+            case "put":
+                client.put(command.keys, command.slots, released=released)
+            case "spill":
+                copies = [self._copies.take(slot) for slot in command.slots]
+
+                def written(kept: list[bool] | None) -> None:
+                    for copy in copies:
+                        self._copies.give_back(copy)
+                    released(kept)
+
+                client.put_values(command.keys, copies, released=written)
+
+    def _released(self, number: int, nothing: list[bool], answer: list[bool] | None) -> None:
+        self._answer(number, nothing if answer is None else answer)
+
+    def _answer(self, number: int, answer: Sequence[bool]) -> None:
+        self._answers.append((number, answer))
+        self._notify()
+
+    def take_answers(self) -> dict[int, tuple[int, tuple[bool, ...]]]:
+        """Return the answers since the last call, each as that of one rank (see `Director.answer`)."""
+        taken = {}
+        while self._answers:
+            number, answer = self._answers.popleft()
+            taken[number] = (1, tuple(answer))
+        return taken
+
+    def take_down(self) -> frozenset[str] | None:
+        """Return the names of the tiers that fail, if that has changed since the last call."""
+        down = frozenset(client.name for client in self._clients if not client.health.works())
+        if down == self._down:
+            return None
+        self._down = down
+        return down
+
+    def close(self) -> None:
+        """Let writes that are waiting end, and close the tiers."""
+        for client in self._clients:
+            client.close()
