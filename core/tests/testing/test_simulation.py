@@ -1,0 +1,290 @@
+"""The simulator is right about vLLM itself, and notices what connectors do wrong."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+pytest.importorskip("vllm.v1.core.sched.scheduler")
+
+from sim_connectors import Corrupting, Forgetful, HoldsBlocks, Honest, Unpicklable, Wavering
+
+from kvplug.errors import ConfigError
+from kvplug.testing import (
+    VOCABULARY,
+    GroupSpec,
+    InvariantError,
+    Simulation,
+    StuckError,
+    WrongKVError,
+    generate,
+    reference,
+)
+
+FULL = (GroupSpec(),)
+HYBRID = (GroupSpec(), GroupSpec("sliding", layers=2))
+STATES = (GroupSpec(), GroupSpec("mamba", layers=2))
+
+
+def _prompts(seed, count, shared=40, longest=90):
+    rng = random.Random(seed)
+    start = [rng.randrange(VOCABULARY) for _ in range(shared)]
+    return [
+        start[: rng.choice([0, shared // 2, shared])]
+        + [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, longest))]
+        for _ in range(count)
+    ]
+
+
+def _run(simulation, prompts, max_tokens=12):
+    """Run all to their end, checked after each step, and compare with what no engine computed."""
+    ids = [simulation.add_request(prompt, max_tokens) for prompt in prompts]
+    for _ in range(3000):
+        if not simulation.busy:
+            break
+        simulation.step()
+        simulation.check()
+    for request_id, prompt in zip(ids, prompts, strict=True):
+        assert simulation.finished[request_id].tokens == generate(prompt, max_tokens)
+        assert simulation.finished[request_id].reason == "length"
+    return ids
+
+
+# -- vLLM alone ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    ("groups", "num_blocks"),
+    [
+        (FULL, 64),
+        (FULL, 36),
+        ((GroupSpec("sliding", window=24),), 64),
+        (HYBRID, 80),
+        ((GroupSpec("mla", head_size=8, dtype="bfloat16"),), 64),
+        (STATES, 80),
+        ((GroupSpec(), GroupSpec("mamba", mamba_mode="all")), 80),
+        ((GroupSpec(heads=2), GroupSpec("sliding", head_size=8, heads=2, layers=3)), 80),
+    ],
+    ids=["full", "small-pool", "sliding", "hybrid", "mla", "align", "all", "pages"],
+)
+def test_vllm_alone_generates_what_the_model_does(groups, num_blocks, asynchronous, runner):
+    """Chunked prefill, prefix hits and preemption, with every kind of group, on both runners."""
+    with Simulation(groups=groups, num_blocks=num_blocks, asynchronous=asynchronous, runner=runner) as simulation:
+        _run(simulation, _prompts(1, 10))
+        if num_blocks == 36:
+            assert simulation.statistics.preemptions > 0
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_hashes_finer_than_blocks(runner):
+    """Hits inside a block, with vLLM's copy-on-write, don't confuse the simulation."""
+    groups = (GroupSpec(block_size=64), GroupSpec("mamba", block_size=64))
+    with Simulation(groups=groups, prefix_match_unit=16, num_blocks=60, runner=runner) as simulation:
+        _run(simulation, _prompts(2, 8, shared=100))
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), (2, 2)])
+def test_several_ranks(tensor, pipeline):
+    """Each rank has its own layers and heads, and a tensor-parallel peer's values are no substitute."""
+    groups = (GroupSpec(heads=2, layers=2), GroupSpec("sliding", heads=2, layers=2))
+    with Simulation(groups=groups, tensor_parallel=tensor, pipeline_parallel=pipeline, num_blocks=80) as simulation:
+        _run(simulation, _prompts(3, 6))
+
+
+def test_drafts_right_and_wrong():
+    """Accepted drafts save steps; rejected ones leave wrong KV that nobody reads."""
+    steps = {}
+    for name, accept in {"none": lambda *_: False, "some": lambda _, position: position % 3 > 0, "all": None}.items():
+        with Simulation(num_speculative_tokens=3, accept=accept) as simulation:
+            _run(simulation, _prompts(4, 6))
+            steps[name] = simulation.statistics.steps
+    assert steps["none"] > steps["some"] > steps["all"]
+
+
+def test_prefix_hits_are_counted():
+    """A second request with the same prompt computes its last block only; another salt computes all of it."""
+    prompt = _prompts(5, 1, longest=90)[0] + [1] * 40
+    with Simulation() as simulation:
+        simulation.add_request(prompt)
+        simulation.drain()
+        again, salted = simulation.add_request(prompt), simulation.add_request(prompt, cache_salt="x")
+        logprobs = simulation.add_request(prompt, prompt_logprobs=0)
+        simulation.drain()
+        assert simulation.finished[again].num_cached_tokens == (len(prompt) - 1) // 16 * 16
+        assert simulation.finished[salted].num_cached_tokens == 0
+        assert simulation.finished[logprobs].num_cached_tokens == 0
+        assert simulation.finished[salted].tokens == generate(prompt, 1, cache_salt="x")
+        assert simulation.finished[salted].tokens != simulation.finished[again].tokens
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_aborts_and_resets(asynchronous):
+    """Requests may be aborted, and caches reset, at any time."""
+    rng = random.Random(6)
+    with Simulation(asynchronous=asynchronous, num_blocks=40) as simulation:
+        ids = []
+        for _ in range(300):
+            if rng.random() < 0.3 and len(simulation.scheduler.requests) < 8:
+                ids.append(simulation.add_request(_prompts(rng.random(), 1)[0], rng.randint(1, 20)))
+            if rng.random() < 0.05:
+                simulation.abort(rng.choice(ids or ["unknown"]))
+            if rng.random() < 0.03:
+                simulation.reset_prefix_cache(running=rng.random() < 0.5)
+            simulation.step()
+            simulation.check()
+        simulation.drain()
+        simulation.check()
+        assert {simulation.finished[request_id].reason for request_id in ids} == {"length", "abort"}
+
+
+def test_ids_may_be_used_again():
+    """A finished request's id names another request later."""
+    with Simulation() as simulation:
+        for prompt in ([1, 2, 3], [4, 5, 6]):
+            simulation.add_request(prompt, 4, request_id="same")
+            simulation.drain()
+            assert simulation.finished["same"].tokens == generate(prompt, 4)
+
+
+def test_configurations_that_vllm_does_not_have_are_refused():
+    """Each with one sentence that says what to change."""
+    with pytest.raises(ConfigError, match="enable_prefix_caching=False"):
+        Simulation(groups=(GroupSpec("mamba", mamba_mode="none"),))
+    with pytest.raises(ConfigError, match="block size, 16"):
+        Simulation(groups=(GroupSpec(), GroupSpec("mamba", block_size=32)))
+    with pytest.raises(ConfigError, match="larger blocks"):
+        Simulation(groups=(GroupSpec(), GroupSpec("mamba", state_bytes=4096)))
+    with pytest.raises(ValueError, match="from 0 to 999"), Simulation() as simulation:
+        simulation.add_request([VOCABULARY])
+
+
+# -- Connectors ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("load_async", [False, True])
+@pytest.mark.parametrize("groups", [FULL, HYBRID], ids=["full", "hybrid"])
+def test_an_honest_connector_hits(groups, load_async, asynchronous, runner):
+    """What a connector saved comes back, and the promises are on record."""
+    with Simulation(
+        Honest,
+        extra_config={"load_async": load_async},
+        groups=groups,
+        num_blocks=100,
+        asynchronous=asynchronous,
+        runner=runner,
+    ) as simulation:
+        prompts = _prompts(7, 6)
+        _run(simulation, prompts)
+        assert simulation.reset_prefix_cache()
+        before = simulation.statistics.scheduled_tokens
+        ids = _run(simulation, prompts)
+        assert simulation.statistics.scheduled_tokens - before < before
+        assert simulation.statistics.promised_tokens > 0
+        assert sum(simulation.finished[request_id].num_external_tokens for request_id in ids) > 0
+
+
+def test_an_honest_connector_on_several_ranks():
+    """Each rank has a worker half of its own, which finds itself by vLLM's configuration and its parallel state."""
+    with Simulation(
+        Honest, tensor_parallel=2, pipeline_parallel=2, groups=(GroupSpec(heads=2, layers=2),), num_blocks=100
+    ) as simulation:
+        assert [half.place for half in simulation.worker_connectors] == [(0, 0), (1, 1), (2, 0), (3, 1)]
+        assert simulation.connector.handshakes == {(0, 0): 0, (0, 1): 1, (1, 0): 2, (1, 1): 3}
+        prompts = _prompts(8, 4)
+        _run(simulation, prompts)
+        assert simulation.reset_prefix_cache()
+        _run(simulation, prompts)
+        assert simulation.statistics.promised_tokens > 0
+
+
+def test_children_of_a_multi_connector():
+    """Classes of a test work as children too."""
+    children = [reference(Honest), reference(Forgetful, {"promise": False})]
+    with Simulation("MultiConnector", extra_config={"connectors": children}) as simulation:
+        prompts = _prompts(9, 4)
+        _run(simulation, prompts)
+        assert simulation.reset_prefix_cache()
+        _run(simulation, prompts)
+        assert simulation.statistics.promised_tokens > 0
+
+
+@pytest.mark.parametrize("load_async", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_promise_without_a_load_is_noticed(asynchronous, load_async):
+    """Negative control: blocks that were promised and never loaded are wrong KV at the first one."""
+    with Simulation(Forgetful, extra_config={"load_async": load_async}, asynchronous=asynchronous) as simulation:
+        request_id = simulation.add_request([1] * 40, 4)
+        with pytest.raises(WrongKVError, match="all zeros") as caught:
+            simulation.drain()
+        assert (caught.value.request_id, caught.value.position, caught.value.group) == (request_id, 0, 0)
+
+
+def test_a_corrupted_block_is_noticed():
+    """Negative control: one byte of one running request, and one of a cached block."""
+    with Simulation(Corrupting) as simulation:
+        simulation.add_request([1] * 40, 20)
+        with pytest.raises(WrongKVError, match="position 17"):
+            simulation.drain()
+    with Simulation() as simulation:
+        simulation.add_request([1] * 40, 1)
+        simulation.drain()
+        simulation.check()
+        block = next(block for block in simulation.scheduler.kv_cache_manager.block_pool.blocks if block.block_hash)
+        simulation.layers[0].tensor[block.block_id, 0, 3] += 1
+        with pytest.raises(WrongKVError, match="prefix cache") as caught:
+            simulation.check()
+        assert caught.value.block_id == block.block_id
+
+
+def test_another_ranks_values_are_noticed():
+    """Negative control: a connector that mixes the ranks up."""
+    with Simulation(
+        Honest, extra_config={"mix_ranks": True}, tensor_parallel=2, groups=(GroupSpec(heads=2),)
+    ) as simulation:
+        prompt = [1] * 60
+        _run(simulation, [prompt])
+        assert simulation.reset_prefix_cache()
+        simulation.add_request(prompt)
+        with pytest.raises(WrongKVError, match="other data"):
+            simulation.drain()
+
+
+def test_a_connector_that_never_decides_is_stuck():
+    """Negative control: None for ever keeps the engine stepping, and the request waiting."""
+    with Simulation(Wavering) as simulation:
+        simulation.add_request([1] * 40, 4)
+        with pytest.raises(StuckError, match="WAITING"):
+            simulation.drain(max_idle_steps=50)
+        assert simulation.statistics.empty_steps >= 50
+
+
+def test_a_block_that_is_never_given_back_is_noticed():
+    """Negative control: a connector that holds a block for good."""
+    with Simulation(HoldsBlocks) as simulation:
+        simulation.add_request([1] * 40, 1)
+        simulation.drain()
+        with pytest.raises(InvariantError, match="still in use"):
+            simulation.check()
+
+
+def test_metadata_that_cannot_be_pickled_is_noticed():
+    """In one process it works, and with processes apart it doesn't."""
+    with Simulation(Unpicklable) as simulation:
+        _run(simulation, [[1, 2, 3]])
+    with Simulation(Unpicklable, isolated=True) as simulation:
+        simulation.add_request([1, 2, 3])
+        with pytest.raises((TypeError, AttributeError), match="pickle"):
+            simulation.drain()
+
+
+def test_both_halves_are_shut_down():
+    """Once, workers first."""
+    with Simulation(Honest) as simulation:
+        halves = [*simulation.worker_connectors, simulation.connector]
+    simulation.shutdown()
+    assert [half.shutdowns for half in halves] == [1, 1]
