@@ -29,6 +29,15 @@ def type1(**settings: Any) -> dict[str, Any]:
     return TYPE1 | {"kv_connector_extra_config": TYPE1["kv_connector_extra_config"] | settings}
 
 
+#: The same for type2.
+TYPE2: dict[str, Any] = TYPE1 | {"kv_connector": "Type2Connector"}
+
+
+def type2(**settings: Any) -> dict[str, Any]:
+    """Return `TYPE2` with other settings."""
+    return TYPE2 | {"kv_connector_extra_config": TYPE2["kv_connector_extra_config"] | settings}
+
+
 @dataclass(frozen=True)
 class Generate:
     """Generate for some prompts at once; see `support.llm.generate`."""
@@ -193,10 +202,11 @@ def perform(llm: Any, operation: Any) -> list[Output] | None:
 
 
 def counts(llm: Any) -> Counter[str]:
-    """Return the counts of the live type1 worker and of the dispatcher, since the start."""
+    """Return the counts of the live connector's halves and of the dispatcher, since the start."""
     from kvplug import dispatch
 
     totals = Counter(engine.connector(llm).worker.stats.totals())
+    totals.update(engine.scheduler(llm).connector.scheduler.stats.totals())
     if (dispatcher := dispatch.current_dispatcher()) is not None:
         totals.update(dispatcher.stats.totals())
     return totals
@@ -207,16 +217,25 @@ def leftovers(llm: Any) -> dict[str, int]:
     from kvplug import dispatch
 
     engine.generate(llm, [[1]], 1)
-    dispatcher = dispatch.current_dispatcher()
-    assert dispatcher is not None
+    engine.settle(llm)
     scheduler = engine.scheduler(llm).connector.scheduler
-    allocator = engine.connector(llm).worker.tier.allocator
-    return {
+    worker = engine.connector(llm).worker
+    left = {
         "requests tracked": scheduler.num_tracked_requests,
         # The last request is reported as finished in the step after it.
         "tables of the scheduler half": max(0, len(scheduler._tables) - 1),
-        "tables of the dispatcher": max(0, len(dispatcher._tables) - 1),
-        "pins": sum(allocator._pins),
+    }
+    if hasattr(worker, "tier"):
+        dispatcher = dispatch.current_dispatcher()
+        assert dispatcher is not None
+        return left | {
+            "tables of the dispatcher": max(0, len(dispatcher._tables) - 1),
+            "pins": sum(worker.tier.allocator._pins),
+        }
+    return left | {
+        "transfers": scheduler.num_transfers + len(worker._loads) + len(worker._saves),
+        "parked": scheduler.num_parked,
+        "pins": sum(scheduler.store.allocator._pins),
     }
 
 

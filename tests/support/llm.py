@@ -219,6 +219,13 @@ def finish_steps(llm: LLM) -> None:
         llm.llm_engine.step()
 
 
+def settle(llm: LLM) -> None:
+    """Take steps without requests until nothing is under way any more: a server does so by itself."""
+    core = _engine_core(llm)
+    while core.scheduler.has_requests() or core.batch_queue:
+        core.step_fn()
+
+
 def connector(llm: LLM) -> Any:
     """Return the live worker-side connector of the engine, whose worker is in this process."""
     from vllm.distributed.kv_transfer import kv_transfer_state

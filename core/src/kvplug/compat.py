@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from kvplug.errors import UnsupportedError
-from kvplug.hookspecs import has_hooks
+from kvplug.hookspecs import needed_hooks
 from kvplug.log import get_logger
 from kvplug.manager import check_hooks
 
@@ -26,30 +26,37 @@ __all__ = [
     "OLDEST_VLLM",
     "RUNNER_CLASS",
     "RUNNER_MODULES",
+    "cache_hit_sources",
     "cached_requests",
     "check_vllm_version",
     "connector_members",
     "has_scheduler_side_loads",
     "hook_delivery",
     "live_connector",
+    "load_failures_are_fatal",
     "may_have_scheduler_side_loads",
     "metadata_of",
     "model_runner_in_use",
+    "overwrites_before_connectors",
     "overwrites_blocks",
     "preempted_ids",
     "refuse_split_dimensions",
     "replaced_tables",
+    "reports_failed_loads",
     "reports_to_scheduler",
     "require_hook_support",
+    "reserves_blocks_of_loads",
     "resumed_ids",
     "returns_routed_experts",
     "runner_kind",
+    "scheduled_requests",
     "set_device_computed_tokens",
     "shortened_output",
     "split_dimensions",
     "static_vetoes",
     "tensor_parallel_rank",
     "tensor_parallel_ranks",
+    "transfer_results",
     "two_engines",
     "vllm_version",
     "worker_metadata_class",
@@ -207,6 +214,15 @@ def cached_requests(scheduler_output: Any) -> Iterable[tuple[str, tuple[list[int
     """Iterate over (request id, new block ids per group or None, computed tokens) of requests scheduled before."""
     cached = scheduler_output.scheduled_cached_reqs
     return zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+
+
+def scheduled_requests(scheduler_output: Any) -> Iterator[tuple[str, int, int]]:
+    """Iterate over (request id, computed tokens, scheduled tokens) of a step's requests, new ones first."""
+    scheduled = scheduler_output.num_scheduled_tokens
+    for request in scheduler_output.scheduled_new_reqs:
+        yield request.req_id, request.num_computed_tokens, scheduled[request.req_id]
+    for request_id, _, computed in cached_requests(scheduler_output):
+        yield request_id, computed, scheduled[request_id]
 
 
 def replaced_tables(scheduler_output: Any) -> Mapping[str, tuple[list[int], ...]]:
@@ -432,7 +448,7 @@ def refuse_split_dimensions(vllm_config: Any, connector: str) -> None:
         raise UnsupportedError(
             f"{connector} decides on the worker how much of a step is left to compute, which ranks can't agree on "
             f"under {' and '.join(split)}: use tensor parallelism, or a connector that decides on the scheduler "
-            "(type2, once there is one)."
+            "(Type2Connector of kvplug-type2)."
         )
 
 
@@ -442,6 +458,69 @@ def two_engines(connector: str) -> UnsupportedError:
         f"{connector} is used by two engines in one process, which share vLLM's connector: run engine cores in "
         "processes of their own (VLLM_ENABLE_V1_MULTIPROCESSING=1), or shut one down first."
     )
+
+
+# -- Connectors that decide on the scheduler ---------------------------------------------------------------------------
+
+
+def reports_failed_loads() -> bool:
+    """Return whether a connector can report that a request's load failed, whatever its KV-cache groups (0.30 on)."""
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+    return hasattr(base, "KVConnectorTransferResults")
+
+
+def transfer_results(finished: set[str], failed: set[str]) -> Any:
+    """Make vLLM's `KVConnectorTransferResults` (0.30 on) of the requests whose loads have ended.
+
+    Args:
+        finished: Ids of requests whose asynchronous loads have ended.
+        failed: Those of them that failed.
+
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+    return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
+
+
+def cache_hit_sources(num_host: int, num_fetched: int, tiers: Collection[str]) -> dict[Any, int]:
+    """Say in vLLM's terms where tokens came from (0.32 on).
+
+    Args:
+        num_host: Tokens that were in host memory.
+        num_fetched: Tokens that were fetched from L2.
+        tiers: The tiers that these came from.
+
+    """
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    # vLLM has a name for disks, and none for stores beyond the machine.
+    beyond = CacheHitSource.DISK if set(tiers) == {"disk"} else CacheHitSource.EXTERNAL_UNSPECIFIED
+    return {source: count for source, count in ((CacheHitSource.HOST, num_host), (beyond, num_fetched)) if count}
+
+
+def reserves_blocks_of_loads() -> bool:
+    """Return whether vLLM's scheduler sees to it that requests which are loading can all start afterwards."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    return hasattr(Scheduler, "_inflight_prefill_reserved_blocks")
+
+
+def overwrites_before_connectors(vllm_config: Any, kv_cache_config: Any) -> bool:
+    """Return whether this worker's model runner may zero or copy over blocks before it tells a connector of the step.
+
+    The second one does, where it zeroes or copies at all: for several KV-cache groups, state, or mixed precision.
+    """
+    runner_class = model_runner_in_use(vllm_config)
+    if runner_class is None or runner_kind(runner_class) == "v1":
+        return False
+    return len(kv_cache_config.kv_cache_groups) > 1 or bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
+
+
+def load_failures_are_fatal(vllm_config: Any) -> bool:
+    """Return whether vLLM fails a request whose load failed, instead of computing it (the default from 0.17.1 on)."""
+    policy = getattr(vllm_config.kv_transfer_config, "kv_load_failure_policy", "recompute")
+    return bool(policy == "fail")
 
 
 def returns_routed_experts(vllm_config: Any) -> bool:
@@ -458,7 +537,7 @@ def require_hook_support(vllm_config: Any, role: Any, connector_class: type) -> 
     Args:
         vllm_config: vLLM's `VllmConfig`.
         role: vLLM's `KVConnectorRole`.
-        connector_class: The connector's class. Nothing is checked if it implements no hook.
+        connector_class: The connector's class. Nothing is checked if it needs no hook.
 
     Raises:
         UnsupportedError: A marked method is no hook; vLLM is too old; `before_update_states` with pipeline or context
@@ -466,7 +545,7 @@ def require_hook_support(vllm_config: Any, role: Any, connector_class: type) -> 
             runner that is in use.
 
     """
-    hooks = has_hooks(connector_class)
+    hooks = needed_hooks(connector_class)
     if not hooks:
         return
     check_hooks(connector_class)
@@ -487,7 +566,8 @@ def require_hook_support(vllm_config: Any, role: Any, connector_class: type) -> 
         used = "no model runner" if runner_class is None else f"{runner_class.__module__}.{runner_class.__qualname__}"
         raise UnsupportedError(
             f"{name} needs the hook in one of vLLM's own model runners ({', '.join(RUNNER_MODULES.values())}), and "
-            f"this worker uses {used}: use a connector that needs no hook (type2, once there is one)."
+            f"this worker uses {used}: use a connector that needs no hook (Type2Connector of "
+            "kvplug-type2)."
         )
     if hook_delivery(runner_class) is None:
         kind = runner_kind(runner_class) or ""

@@ -17,7 +17,7 @@ from typing import Any
 
 from kvplug.discovery import ConnectorEntry, Discovery, SkippedEntry, discover
 from kvplug.errors import KvplugError
-from kvplug.hookspecs import has_hooks
+from kvplug.hookspecs import needed_hooks
 
 __all__ = ["attribute", "load", "publish", "publish_also"]
 
@@ -92,7 +92,7 @@ def load(connector: str | ConnectorEntry) -> type[Any]:
     - vLLM calls `cls(vllm_config, role, kv_cache_config)`, and its base class demands `kv_cache_config` since 0.21.
       Where a class of the chain doesn't take that argument it is left out, and where one takes it and isn't given
       it, it is put in; so constructors written before 0.21 work, and those that derive from them.
-    - A class that implements hooks is refused where these can't work (`kvplug.compat.require_hook_support`).
+    - A class that needs hooks is refused where these can't work (`kvplug.compat.require_hook_support`).
 
     Args:
         connector: A connector's name, or an entry from `kvplug.discovery.discover`.
@@ -143,7 +143,7 @@ def _adapt(cls: type, base: type) -> type:
     chain = cls.__mro__[: cls.__mro__.index(base) + 1]
     owners = [owner for owner in chain if "__init__" in vars(owner)]
     fits = all(_takes_three(owner) for owner in owners)
-    if fits and not has_hooks(cls):
+    if fits and not needed_hooks(cls):
         return cls
     found = _adapted.get(cls)
     # Of two threads that get here at once one makes a class in vain: setdefault is atomic.

@@ -17,7 +17,7 @@ it wants, so old ones keep working.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import pluggy
@@ -25,7 +25,7 @@ import pluggy
 if TYPE_CHECKING:
     from kvplug.step import Step
 
-__all__ = ["HOOK_API", "PROJECT", "HookSpecs", "has_hooks", "hookimpl", "hookspec"]
+__all__ = ["HOOK_API", "PROJECT", "HookSpecs", "has_hooks", "hookimpl", "hookspec", "needed_hooks"]
 
 PROJECT = "kvplug"
 
@@ -97,10 +97,25 @@ def has_hooks(cls: type) -> frozenset[str]:
         cls: A connector class.
 
     """
-    names = set()
+    return frozenset(name for name, _ in _marked(cls))
+
+
+def needed_hooks(cls: type) -> frozenset[str]:
+    """Return the names of the hooks that a class can't do without.
+
+    That is all that it implements, but for those marked `hookimpl(optionalhook=True)`: such a connector works where
+    vLLM's runner doesn't call the hook, too.
+
+    Args:
+        cls: A connector class.
+
+    """
+    return frozenset(name for name, optional in _marked(cls) if not optional)
+
+
+def _marked(cls: type) -> Iterator[tuple[str, bool]]:
     for name in dir(cls):
         method = inspect.getattr_static(cls, name, None)
         options = getattr(method, f"{PROJECT}_impl", None) if inspect.isroutine(method) else None
         if options is not None:
-            names.add(options.get("specname") or name)
-    return frozenset(names)
+            yield options.get("specname") or name, bool(options.get("optionalhook"))

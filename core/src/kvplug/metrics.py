@@ -85,6 +85,9 @@ METRICS: Mapping[str, Metric] = {
         "seconds", "All hooks of a step that had something to load, agreement included, per rank.", every_rank=True
     ),
     "vetoes": _counter("Requests that were not shortened although KV was loaded, by reason.", label="reason"),
+    "overwrite_wait_seconds": Metric(
+        "seconds", "What a step waited for saves of blocks that it overwrites, per rank.", every_rank=True
+    ),
     "load_errors": _counter("Loads that failed; the tokens were computed.", every_rank=True),
     "save_errors": _counter("Saves that failed; the blocks weren't stored.", every_rank=True),
     "plugin_errors": _counter("Hook implementations that raised.", every_rank=True),

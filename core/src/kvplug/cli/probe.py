@@ -180,11 +180,11 @@ def _load_into(loaded: dict[str, Any], entry: ConnectorEntry) -> dict[str, Any]:
 
 
 def _class(cls: Any) -> dict[str, Any]:
-    from kvplug.hookspecs import has_hooks
+    from kvplug.hookspecs import needed_hooks
 
     if cls is None:
         return {"hooks": None}
-    hooks = {"hooks": sorted(has_hooks(cls))}
+    hooks = {"hooks": sorted(needed_hooks(cls))}
     missing = ", ".join(sorted(getattr(cls, "__abstractmethods__", ())))
     return hooks | (
         {"error": f"Connector {cls.__name__} doesn't implement {missing}, which this vLLM demands."} if missing else {}

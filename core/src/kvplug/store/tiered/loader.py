@@ -48,6 +48,11 @@ class Prefetch:
         self._batches = batches
 
     @property
+    def tiers(self) -> frozenset[str]:
+        """Names of the tiers from which something has come, or will."""
+        return frozenset(batch.client.name for batch in self._batches or ())
+
+    @property
     def over(self) -> bool:
         """Whether all is in L1 that will come."""
         return self._batches is not None and all(batch.settled.is_set() for batch in self._batches)

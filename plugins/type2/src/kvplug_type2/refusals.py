@@ -1,0 +1,83 @@
+"""What type2 can't work with, said at start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvplug import compat
+from kvplug.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from kvplug.kv_groups import KVGroup
+    from kvplug_type2.settings import Type2Settings
+
+__all__ = ["refuse_what_cannot_work"]
+
+
+def refuse_what_cannot_work(
+    vllm_config: Any, role: Any, groups: Sequence[KVGroup], settings: Type2Settings, name: str
+) -> None:
+    """Raise if this vLLM, model or parallelism can't work with type2.
+
+    Args:
+        vllm_config: vLLM's `VllmConfig`.
+        role: vLLM's `KVConnectorRole`.
+        groups: The model's KV-cache groups.
+        settings: Of type2.
+        name: The connector's name, for messages.
+
+    Raises:
+        UnsupportedError: One sentence that says what, and what to do.
+
+    """
+    compat.check_vllm_version()
+    if compat.worker_metadata_class() is None:
+        raise UnsupportedError(
+            f"{name} needs vLLM 0.18.1 or newer, where workers can tell the scheduler what became of a transfer, and "
+            f"this is {compat.vllm_version()}: update vLLM, or use Type1Connector."
+        )
+    if split := [kind for kind in compat.split_dimensions(vllm_config) if "context" in kind]:
+        raise UnsupportedError(
+            f"{name} can't store blocks whose tokens are spread over ranks, as under {' and '.join(split)}: leave that "
+            "out, or the connector."
+        )
+    _refuse_groups(vllm_config, groups, settings, name)
+    runner_class = compat.model_runner_in_use(vllm_config) if getattr(role, "name", "") == "WORKER" else None
+    if runner_class is not None and not compat.reports_to_scheduler(runner_class):
+        raise UnsupportedError(
+            f"{name} needs a model runner that passes on what workers tell the scheduler, and vLLM's second one does "
+            "so from 0.20.2 on: set VLLM_USE_V2_MODEL_RUNNER=0, or update vLLM."
+        )
+    graphs = getattr(getattr(vllm_config, "compilation_config", None), "cudagraph_mode", None)
+    if settings.transfer == "layerwise" and graphs is not None and graphs.has_full_cudagraphs():
+        raise UnsupportedError(
+            f"{name} can't load and save layer by layer where CUDA graphs contain whole steps: set transfer to "
+            "between_steps, or the compilation's cudagraph_mode to PIECEWISE."
+        )
+
+
+def _refuse_groups(vllm_config: Any, groups: Sequence[KVGroup], settings: Type2Settings, name: str) -> None:
+    if len(groups) > 1 and not compat.reports_failed_loads():
+        raise UnsupportedError(
+            f"{name} supports models with several KV-cache groups (this one has {len(groups)}) from vLLM 0.30 on, "
+            "where a failed load of theirs can be reported: update vLLM, or leave out "
+            "--no-disable-hybrid-kv-cache-manager."
+        )
+    if len(groups) > 1 and settings.transfer == "layerwise":
+        raise UnsupportedError(
+            f"{name} can't load layer by layer for models with several KV-cache groups (this one has {len(groups)}): "
+            "set transfer to between_steps."
+        )
+    if not any(group.kind == "state" for group in groups):
+        return
+    if not vllm_config.cache_config.enable_prefix_caching:
+        raise UnsupportedError(
+            f"{name} reuses recurrent state only where vLLM keeps it at the ends of blocks: switch prefix caching on "
+            "(--enable-prefix-caching), or serve this model without the connector."
+        )
+    if vllm_config.speculative_config is not None:
+        raise UnsupportedError(
+            f"{name} can't tell which blocks hold recurrent state under speculative decoding: leave that out, or the "
+            "connector."
+        )

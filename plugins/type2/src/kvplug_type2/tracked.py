@@ -1,0 +1,54 @@
+"""What the scheduler half remembers of a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvplug.request_keys import RequestKeys
+    from kvplug.store.tiered.loader import Prefetch
+    from kvplug_type2.hits import Hit
+    from kvplug_type2.saves import SaveProgress
+
+__all__ = ["Tracked", "Wait"]
+
+
+@dataclass
+class Wait:
+    """What a request waits for before it is told what there is."""
+
+    #: When it doesn't wait any longer, by `time.monotonic`.
+    until: float
+    prefetches: list[Prefetch] = field(default_factory=list)
+    #: Whether it is known already what else to fetch.
+    last_stage: bool = False
+    #: Tokens that L1 or vLLM's cache had before.
+    tokens_before: int = 0
+
+
+@dataclass
+class Tracked:
+    """A request that the scheduler has looked at and that hasn't finished."""
+
+    request: Any
+    #: None if its KV must not be stored or reused.
+    keys: RequestKeys | None
+    progress: SaveProgress
+    #: What is pinned for it while it waits.
+    hit: Hit | None = None
+    #: Set from the first time that it was held back until it is admitted.
+    wait: Wait | None = None
+    #: Tokens that vLLM's own cache had when it was last looked up, and those promised beyond.
+    num_local_tokens: int = 0
+    num_promised_tokens: int = 0
+    #: Of the latter, those that came from L2 while it waited, and the tiers that they came from.
+    num_fetched_tokens: int = 0
+    fetched_from: frozenset[str] = frozenset()
+    #: Whether a load failed, so that nothing is promised any more.
+    failed: bool = False
+
+    @property
+    def request_id(self) -> str:
+        """The request's id."""
+        return str(self.request.request_id)
