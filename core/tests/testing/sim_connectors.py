@@ -183,3 +183,22 @@ class Unpicklable(Honest):
         metadata = super().build_connector_meta(scheduler_output)
         metadata.extra = lambda: None
         return metadata
+
+
+class Failing(Honest):
+    """Fails every other load, and says so: by block if synchronous, by request if not."""
+
+    loads = 0
+
+    def start_load_kv(self, forward_context, **kwargs):
+        metadata = self._get_connector_metadata()
+        if metadata.loads:
+            self.loads += 1
+        self.failed = self.loads % 2 == 1
+        if not self.failed:
+            super().start_load_kv(forward_context, **kwargs)
+        self.finished |= metadata.async_ids
+        self.invalid = {block_id for _, _, block_id in metadata.loads} if self.failed else set()
+
+    def get_block_ids_with_load_errors(self):
+        return self.invalid

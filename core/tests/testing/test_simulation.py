@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm.v1.core.sched.scheduler")
 
-from sim_connectors import Corrupting, Forgetful, HoldsBlocks, Honest, Unpicklable, Wavering
+from sim_connectors import Corrupting, Failing, Forgetful, HoldsBlocks, Honest, Unpicklable, Wavering
 
 from kvplug.errors import ConfigError
 from kvplug.testing import (
@@ -140,6 +140,20 @@ def test_aborts_and_resets(asynchronous):
         assert {simulation.finished[request_id].reason for request_id in ids} == {"length", "abort"}
 
 
+def test_adapters_keep_kv_apart():
+    """A LoRA adapter's KV is other KV."""
+    from vllm.lora.request import LoRARequest
+
+    adapter = LoRARequest("a", 1, "/adapters/a")
+    with Simulation() as simulation:
+        plain = simulation.add_request([1] * 40, 3)
+        adapted = simulation.add_request([1] * 40, 3, lora_request=adapter)
+        simulation.drain()
+        assert simulation.finished[plain].tokens == generate([1] * 40, 3)
+        assert simulation.finished[adapted].tokens == generate([1] * 40, 3, lora_request=adapter)
+        assert simulation.finished[adapted].num_cached_tokens == 0
+
+
 def test_ids_may_be_used_again():
     """A finished request's id names another request later."""
     with Simulation() as simulation:
@@ -186,6 +200,77 @@ def test_an_honest_connector_hits(groups, load_async, asynchronous, runner):
         assert simulation.statistics.scheduled_tokens - before < before
         assert simulation.statistics.promised_tokens > 0
         assert sum(simulation.finished[request_id].num_external_tokens for request_id in ids) > 0
+
+
+def _failing(*, load_async, **options):
+    return Simulation(
+        reference(Failing, {"load_async": load_async}, kv_load_failure_policy="recompute"),
+        groups=(GroupSpec(heads=2),),
+        **options,
+    )
+
+
+def _run_thrice(simulation):
+    prompts = _prompts(7, 6)
+    for _ in range(3):
+        _run(simulation, prompts)
+        assert simulation.reset_prefix_cache()
+    assert simulation.statistics.promised_tokens > 0
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+@pytest.mark.parametrize(("load_async", "asynchronous"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_load_that_is_known_to_have_failed_is_computed(asynchronous, load_async, runner, tensor):
+    """Wrong KV that the connector reports is no error; the tokens of that step are, if anyone gets them."""
+    options = {"asynchronous": asynchronous, "runner": runner, "tensor_parallel": tensor}
+    with _failing(load_async=load_async, **options) as simulation:
+        _run_thrice(simulation)
+
+
+def test_vllm_gives_away_the_token_after_a_failed_load():
+    """Version 0.32 drops the output of the step whose synchronous load failed, but not that of the step in flight."""
+    with (
+        _failing(load_async=False, asynchronous=True) as simulation,
+        pytest.raises(InvariantError, match=r"r7.* at position 56"),
+    ):
+        _run_thrice(simulation)
+
+
+def test_vllms_example_connector(tmp_path):
+    """A connector that isn't ours, with its files."""
+    options = {"shared_storage_path": str(tmp_path)}
+    with Simulation("ExampleConnector", extra_config=options, max_num_batched_tokens=512) as simulation:
+        prompts = _prompts(10, 3, shared=0)
+        _run(simulation, prompts)
+        assert simulation.reset_prefix_cache()
+        _run(simulation, prompts)
+        assert simulation.statistics.promised_tokens > 0
+
+
+def test_a_long_random_run():
+    """Thousands of steps with everything at once: hits, async loads, preemption, aborts, resets, two groups."""
+    rng = random.Random(11)
+    with Simulation(
+        Honest, extra_config={"load_async": True}, groups=HYBRID, num_blocks=70, asynchronous=True, runner="v2"
+    ) as simulation:
+        pool = _prompts(11, 12, shared=120, longest=120)
+        ids = []
+        for step in range(2000):
+            if rng.random() < 0.4 and len(simulation.scheduler.requests) < 10:
+                ids.append(simulation.add_request(rng.choice(pool), rng.randint(1, 30)))
+            if ids and rng.random() < 0.02:
+                simulation.abort(rng.choice(ids))
+            if rng.random() < 0.02:
+                simulation.reset_prefix_cache()
+            simulation.step()
+            simulation.check(contents=step % 10 == 0)
+        simulation.drain()
+        simulation.check()
+        statistics = simulation.statistics
+        assert len(ids) > 300
+        assert statistics.preemptions > 10
+        assert len(statistics.promises) > 50
 
 
 def test_an_honest_connector_on_several_ranks():

@@ -75,12 +75,37 @@ class CacheAudit:
 
     def __init__(self) -> None:
         self._contents: dict[int, tuple[int, TokenSequence, int]] = {}
+        # Blocks of requests with a load that failed, each with the token after its last one.
+        self._not_loaded: dict[str, dict[int, int]] = {}
 
-    def note(self, sequence: TokenSequence, group: int, blocks: Iterable[Any]) -> None:
-        """Note that blocks hold, or will hold when they are full, a request's first blocks in a group."""
-        for index, block in enumerate(blocks):
-            if not block.is_null:
-                self._contents[block.block_id] = (group, sequence, index)
+    def not_loaded(self, request_id: str, tables: Iterable[tuple[int, Iterable[Any]]]) -> None:
+        """Note that a load failed, and vLLM knows: until they are computed, the request's blocks may hold anything.
+
+        Args:
+            request_id: The request.
+            tables: Its blocks by group, each with the group's block size.
+        """
+        self._not_loaded[request_id] = {
+            block.block_id: (index + 1) * size for size, blocks in tables for index, block in enumerate(blocks)
+        }
+
+    def note(
+        self, request_id: str, sequence: TokenSequence, tables: Iterable[Iterable[Any]], num_computed: int
+    ) -> None:
+        """Note what a request's blocks hold, or will hold when they are full.
+
+        Args:
+            request_id: The request.
+            sequence: Its tokens.
+            tables: Its blocks by group.
+            num_computed: Tokens that are computed at the end of this step.
+        """
+        if blocks := self._not_loaded.get(request_id):
+            self._not_loaded[request_id] = {block: end for block, end in blocks.items() if end > num_computed}
+        for group, table in enumerate(tables):
+            for index, block in enumerate(table):
+                if not block.is_null:
+                    self._contents[block.block_id] = (group, sequence, index)
 
     def copy(self, copies: Iterable[Any]) -> None:
         """Note copies of blocks: a cached one that its request goes on writing to leaves a copy behind."""
@@ -89,17 +114,25 @@ class CacheAudit:
             if contents is not None:
                 self._contents[block_id] = contents
 
-    def check(self, block_pool: Any, layers: Iterable[Layer]) -> None:
+    def check(self, scheduler: Any, layers: Iterable[Layer]) -> None:
         """Check every block that vLLM would let another request read.
+
+        Blocks of failed loads are left out while their request is there to compute them: vLLM keeps them cached.
 
         Raises:
             WrongKVError: One of them holds something else than its hash says.
         """
+        self._not_loaded = {
+            request_id: blocks
+            for request_id, blocks in self._not_loaded.items()
+            if blocks and request_id in scheduler.requests
+        }
+        exempt = {block_id for blocks in self._not_loaded.values() for block_id in blocks}
         by_group: dict[int, list[Layer]] = {}
         for layer in layers:
             by_group.setdefault(layer.group, []).append(layer)
-        for block in block_pool.blocks:
-            if block.block_hash is None or block.block_id not in self._contents:
+        for block in scheduler.kv_cache_manager.block_pool.blocks:
+            if block.block_hash is None or block.block_id not in self._contents or block.block_id in exempt:
                 continue
             group, sequence, index = self._contents[block.block_id]
             # A block may be cached before it is full, where groups have blocks of several sizes.

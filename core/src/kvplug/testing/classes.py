@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["reference"]
+__all__ = ["kv_transfer", "reference"]
 
 _classes: dict[str, type] = {}
 
@@ -27,6 +27,21 @@ def reference(cls: type, extra_config: dict[str, Any] | None = None, **options: 
         "kv_role": "kv_both",
         "kv_connector_extra_config": dict(extra_config or {}),
         **options,
+    }
+
+
+def kv_transfer(
+    connector: str | type | dict[str, Any] | None, extra_config: dict[str, Any] | None
+) -> dict[str, Any] | None:
+    """Return vLLM's `kv_transfer_config` for a connector's name, its class, or that dict itself."""
+    if connector is None or isinstance(connector, dict):
+        return connector
+    if isinstance(connector, type):
+        return reference(connector, extra_config)
+    return {
+        "kv_connector": connector,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": dict(extra_config or {}),
     }
 
 

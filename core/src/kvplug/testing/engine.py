@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvplug.testing.configs import GroupSpec, kv_cache_configs, layer_specs, rank_config
+from kvplug.testing.errors import WrongKVError
 from kvplug.testing.model import TokenSequence
 from kvplug.testing.ranks import Rank
 from kvplug.testing.worker import Worker
@@ -22,7 +23,7 @@ class Engine:
         vllm_config: vLLM's configuration.
         groups: The model's layers.
         sequences: What every request means, by id.
-        on_promise: Called with request id and external tokens whenever blocks were allocated for some.
+        on_promise: Called with request id, external tokens and blocks by group, as blocks for them were allocated.
         isolated: Whether scheduler and workers share no object. Always so with several ranks.
         v2: Whether workers do as the second model runner does.
 
@@ -39,7 +40,7 @@ class Engine:
         vllm_config: Any,
         groups: Sequence[GroupSpec],
         sequences: Mapping[str, TokenSequence],
-        on_promise: Callable[[str, int], None],
+        on_promise: Callable[[str, int, Any], None],
         *,
         isolated: bool,
         v2: bool,
@@ -56,8 +57,17 @@ class Engine:
         )
         self._isolated = isolated or len(caches) > 1
         self._output_rank = len(caches) - tensor_parallel
-        self._exit = contextlib.ExitStack()
+        self.scheduler: Any = None
+        self.workers: list[Worker] = []
+        self._aggregator: Any = None
         with contextlib.ExitStack() as stack:
+            # Workers are made first, and shut down first.
+            stack.callback(self._shutdown_scheduler)
+            for rank, cache in enumerate(caches):
+                place = Rank(rank, tensor_parallel, pipeline_parallel)
+                worker = Worker(place, rank_config(vllm_config, rank), cache, sequences, v2=v2)
+                self.workers.append(worker)
+                stack.callback(worker.shutdown)
             with set_current_vllm_config(vllm_config):
                 self.scheduler = vllm_config.scheduler_config.get_scheduler_cls()(
                     vllm_config=vllm_config,
@@ -67,14 +77,6 @@ class Engine:
                     hash_block_size=hash_block_size,
                     log_stats=True,
                 )
-            stack.callback(self.scheduler.shutdown)
-            self.workers: list[Worker] = []
-            for rank, cache in enumerate(caches):
-                place = Rank(rank, tensor_parallel, pipeline_parallel)
-                worker = Worker(place, rank_config(vllm_config, rank), cache, sequences, v2=v2)
-                self.workers.append(worker)
-                stack.callback(worker.shutdown)
-            self._aggregator: Any = None
             if self.scheduler.connector is not None:
                 self._connect(self.scheduler.connector, on_promise)
             self._exit = stack.pop_all()
@@ -83,7 +85,7 @@ class Engine:
         init_none_hash(hash_function)
         self.block_hasher = get_request_block_hasher(hash_block_size, hash_function)
 
-    def _connect(self, connector: Any, on_promise: Callable[[str, int], None]) -> None:
+    def _connect(self, connector: Any, on_promise: Callable[[str, int, Any], None]) -> None:
         from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 
         if len(self.workers) > 1:
@@ -100,22 +102,47 @@ class Engine:
 
         def record(request: Any, blocks: Any, num_external_tokens: int) -> None:
             if num_external_tokens:
-                on_promise(request.request_id, num_external_tokens)
+                on_promise(request.request_id, num_external_tokens, blocks.blocks)
             after_alloc(request, blocks, num_external_tokens)
 
         connector.update_state_after_alloc = record
 
-    def execute(self, scheduler_output: Any) -> Any:
-        """Run a step on all ranks, and return vLLM's `ModelRunnerOutput` as the executor would."""
+    def execute(self, scheduler_output: Any, tolerated: set[str]) -> tuple[Any, set[str]]:
+        """Run a step on all ranks.
+
+        Args:
+            scheduler_output: The step.
+            tolerated: Requests of which vLLM doesn't know yet that a load failed in an earlier step.
+
+        Returns:
+            vLLM's `ModelRunnerOutput` as the executor would return it, and the requests with a load that failed.
+
+        Raises:
+            WrongKVError: A request read wrong KV, and the connector doesn't report its blocks as not loaded.
+        """
         data = pickle.dumps(scheduler_output) if self._isolated else b""
         outputs = []
+        failures: dict[str, WrongKVError] = {}
+        tables: dict[str, set[int]] = {}
         for worker in self.workers:
             output = worker.execute(pickle.loads(data) if self._isolated else scheduler_output)  # noqa: S301 - our own
             outputs.append(pickle.loads(pickle.dumps(output)) if self._isolated else output)  # noqa: S301 - our own
+            for request_id, error in worker.failures.items():
+                failures.setdefault(request_id, error)
+                tables[request_id] = worker.block_ids(request_id)
+        output = outputs[self._output_rank]
         if self._aggregator is not None:
-            return self._aggregator.aggregate(outputs, self._output_rank)
-        return outputs[self._output_rank]
+            output = self._aggregator.aggregate(outputs, self._output_rank)
+        reported = output.kv_connector_output.invalid_block_ids if output.kv_connector_output else set()
+        for request_id, error in failures.items():
+            if request_id not in tolerated and not tables[request_id] & reported:
+                raise error
+        return output, set(failures)
 
     def shutdown(self) -> None:
         """Shut workers and scheduler down, once."""
         self._exit.close()
+
+    def _shutdown_scheduler(self) -> None:
+        if self.scheduler is not None:
+            self.scheduler.shutdown()

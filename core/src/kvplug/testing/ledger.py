@@ -24,9 +24,9 @@ class Ledger:
         self.sequences: dict[str, TokenSequence] = {}
         self.finished: dict[str, Finished] = {}
 
-    def add(self, request_id: str, prompt: Sequence[int], cache_salt: str | None) -> None:
-        """Add a request, or put one in the place of a finished one."""
-        self.sequences[request_id] = TokenSequence(prompt, cache_salt or "")
+    def add(self, request_id: str, prompt: Sequence[int], identity: str) -> None:
+        """Add a request, or put one in the place of a finished one. `identity` tells equal tokens apart."""
+        self.sequences[request_id] = TokenSequence(prompt, identity)
         self.finished[request_id] = Finished()
 
     def take(self, outputs: Mapping[int, Any]) -> dict[str, list[int]]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["VOCABULARY", "LayerValues", "TokenSequence", "generate"]
+__all__ = ["VOCABULARY", "LayerValues", "TokenSequence", "generate", "identity"]
 
 #: Token ids are below this.
 VOCABULARY = 1000
@@ -122,14 +122,23 @@ class TokenSequence:
         return values[:end]
 
 
-def generate(prompt: Sequence[int], max_tokens: int, *, cache_salt: str | None = None) -> list[int]:
+def identity(cache_salt: str | None, lora_request: Any) -> str:
+    """Return what a cache salt and a LoRA adapter make of equal tokens."""
+    lora = "" if lora_request is None else f"{lora_request.lora_name}\0{lora_request.lora_path}"
+    return f"{cache_salt or ''}\0{lora}"
+
+
+def generate(
+    prompt: Sequence[int], max_tokens: int, *, cache_salt: str | None = None, lora_request: Any = None
+) -> list[int]:
     """Return what the simulated model generates, computed without any engine.
 
     Args:
         prompt: The prompt's token ids.
         max_tokens: How many tokens to generate.
         cache_salt: The request's cache salt, if it has one.
+        lora_request: The request's `LoRARequest`, if it has one.
     """
-    sequence = TokenSequence(prompt, cache_salt or "")
+    sequence = TokenSequence(prompt, identity(cache_salt, lora_request))
     sequence.extend(len(prompt) + max_tokens)
     return sequence.tokens[len(prompt) :]

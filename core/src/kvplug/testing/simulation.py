@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kvplug.testing.caches import Layer
 from kvplug.testing.checks import CacheAudit, check_blocks, check_idle
-from kvplug.testing.classes import reference
+from kvplug.testing.classes import kv_transfer
 from kvplug.testing.configs import GroupSpec, make_vllm_config
 from kvplug.testing.engine import Engine
 from kvplug.testing.errors import StuckError
 from kvplug.testing.ledger import Ledger
-from kvplug.testing.model import VOCABULARY
+from kvplug.testing.model import VOCABULARY, identity
 from kvplug.testing.records import Finished, Promise, Statistics
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Simulation:
         #: vLLM's configuration.
         self.vllm_config = make_vllm_config(
             groups,
-            _kv_transfer(connector, extra_config),
+            kv_transfer(connector, extra_config),
             num_blocks=num_blocks,
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
@@ -97,7 +97,7 @@ class Simulation:
         self.finished: dict[str, Finished] = self._ledger.finished
         self._accept, self._num_drafts = accept, num_speculative_tokens
         self._audit = CacheAudit()
-        self._in_flight: deque[tuple[Any, Any]] = deque()
+        self._in_flight: deque[tuple[Any, Any, set[str]]] = deque()
         self._next_id = 0
         self._engine = Engine(
             self.vllm_config, groups, self._ledger.sequences, self._promised, isolated=isolated, v2=runner == "v2"
@@ -106,8 +106,11 @@ class Simulation:
         self.scheduler = self._engine.scheduler
         #: vLLM's `KVCacheConfig` of the scheduler: groups as vLLM made them.
         self.kv_cache_config = self._engine.kv_cache_config
+        self._block_sizes = [group.kv_cache_spec.block_size for group in self.kv_cache_config.kv_cache_groups]
 
-    def _promised(self, request_id: str, num_tokens: int) -> None:
+    def _promised(self, request_id: str, num_tokens: int, tables: Any) -> None:
+        # vLLM caches them when an asynchronous load is done, which may be steps before the request is scheduled.
+        self._audit.note(request_id, self._ledger.sequences[request_id], tables, 0)
         self.statistics.promises.append(Promise(request_id, num_tokens, self.statistics.steps + 1))
 
     def __enter__(self) -> Self:
@@ -145,6 +148,7 @@ class Simulation:
         request_id: str | None = None,
         cache_salt: str | None = None,
         prompt_logprobs: int | None = None,
+        lora_request: Any = None,
         kv_transfer_params: dict[str, Any] | None = None,
         priority: int = 0,
         **sampling: Any,
@@ -156,6 +160,7 @@ class Simulation:
             max_tokens: Tokens to generate.
             request_id: An id of one's own; a finished request's may be used again.
             cache_salt: Keeps its KV apart: the simulated model computes other values.
+            lora_request: vLLM's `LoRARequest`; its name and path keep the request's KV apart likewise.
             prompt_logprobs: As a number, vLLM reads no prefix cache for the request.
             kv_transfer_params: For the connector.
             priority: For schedulers with that policy.
@@ -179,10 +184,11 @@ class Simulation:
             ),
             pooling_params=None,
             cache_salt=cache_salt,
+            lora_request=lora_request,
             priority=priority,
             block_hasher=self._engine.block_hasher,
         )
-        self._ledger.add(request_id, prompt, cache_salt)
+        self._ledger.add(request_id, prompt, identity(cache_salt, lora_request))
         self.scheduler.add_request(request)
         return request_id
 
@@ -212,14 +218,19 @@ class Simulation:
         """
         if self.scheduler.has_requests():
             scheduler_output = self._schedule()
-            self._in_flight.append((scheduler_output, self._engine.execute(scheduler_output)))
+            tolerated = set().union(*(failed for _, _, failed in self._in_flight))
+            output, failed = self._engine.execute(scheduler_output, tolerated)
+            self._in_flight.append((scheduler_output, output, failed))
+            for request_id in failed:
+                blocks = self.scheduler.kv_cache_manager.get_blocks(request_id).blocks
+                self._audit.not_loaded(request_id, zip(self._block_sizes, blocks, strict=True))
             if len(self._in_flight) < self._engine.max_in_flight and (
                 scheduler_output.total_num_scheduled_tokens or self.scheduler.has_requests()
             ):
                 return {}
         if not self._in_flight:
             return {}
-        scheduler_output, output = self._in_flight.popleft()
+        scheduler_output, output, _ = self._in_flight.popleft()
         outputs = self.scheduler.update_from_output(scheduler_output, output)
         tokens = self._ledger.take(outputs)
         if self._num_drafts and scheduler_output.total_num_scheduled_tokens:
@@ -233,14 +244,13 @@ class Simulation:
         """Whether vLLM's engine core would go on stepping."""
         return bool(self._in_flight) or self.scheduler.has_requests()
 
-    def drain(self, max_steps: int = 100_000, *, max_idle_steps: int = 1000, idle_sleep: float = 0.0) -> int:
+    def drain(self, max_steps: int = 100_000, *, max_idle_steps: int = 1000, idle_sleep: float = 0.001) -> int:
         """Step until the engine would stop, and return how many steps had no tokens.
 
         Args:
             max_steps: Steps at most.
             max_idle_steps: Steps in a row at most in which nothing is scheduled, finishes or comes.
-            idle_sleep: Seconds to sleep after such a step, for connectors with threads; vLLM's core process sleeps
-                1 ms.
+            idle_sleep: Seconds to sleep after such a step, as vLLM's core process does: connectors' threads need it.
 
         Raises:
             StuckError: There were so many.
@@ -280,7 +290,7 @@ class Simulation:
             check_idle(self.scheduler)
         if contents:
             for worker in self._engine.workers:
-                self._audit.check(self.scheduler.kv_cache_manager.block_pool, worker.layers)
+                self._audit.check(self.scheduler, worker.layers)
 
     # -- Parts of a step -------------------------------------------------------------------------------------------
 
@@ -303,9 +313,12 @@ class Simulation:
         manager = self.scheduler.kv_cache_manager
         self._audit.copy(getattr(scheduler_output, "kv_cache_block_copies", None) or ())
         for request_id in scheduler_output.num_scheduled_tokens:
-            sequence = self._ledger.sequences[request_id]
-            for group, blocks in enumerate(manager.get_blocks(request_id).blocks):
-                self._audit.note(sequence, group, blocks)
+            self._audit.note(
+                request_id,
+                self._ledger.sequences[request_id],
+                manager.get_blocks(request_id).blocks,
+                self.scheduler.requests[request_id].num_computed_tokens,
+            )
 
     def _progress(self) -> tuple[Any, ...]:
         scheduler = self.scheduler
@@ -314,17 +327,3 @@ class Simulation:
             scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
             len(self._in_flight),
         )
-
-
-def _kv_transfer(
-    connector: str | type | dict[str, Any] | None, extra_config: dict[str, Any] | None
-) -> dict[str, Any] | None:
-    if connector is None or isinstance(connector, dict):
-        return connector
-    if isinstance(connector, type):
-        return reference(connector, extra_config)
-    return {
-        "kv_connector": connector,
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": dict(extra_config or {}),
-    }

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from kvplug.testing.caches import BlockIds, Layer, copy_blocks, make_layers, zero_blocks
-from kvplug.testing.errors import InvariantError
+from kvplug.testing.errors import InvariantError, WrongKVError
 from kvplug.testing.lifecycle import V1Lifecycle, V2Lifecycle
-from kvplug.testing.model import TokenSequence
+from kvplug.testing.model import VOCABULARY, TokenSequence
 from kvplug.testing.ranks import Rank
 
 __all__ = ["Worker"]
@@ -55,6 +55,8 @@ class Worker:
         self._sequences, self._v2 = sequences, v2
         self._requests: dict[str, _RequestState] = {}
         self.layers: list[Layer] = []
+        #: Requests that read wrong KV in the last step, each with the first of it.
+        self.failures: dict[str, WrongKVError] = {}
         #: The worker half, or None.
         self.connector: Any = None
         self._lifecycle: V1Lifecycle | V2Lifecycle | None = None
@@ -93,7 +95,8 @@ class Worker:
     # -- A step ----------------------------------------------------------------------------------------------------
 
     def execute(self, scheduler_output: Any) -> Any:
-        """Run a step, and return vLLM's `ModelRunnerOutput`."""
+        """Run a step, and return vLLM's `ModelRunnerOutput`. What went wrong is in `failures` then."""
+        self.failures = {}
         with self.rank.active() if self.connector is not None else nullcontext():
             if self._lifecycle is not None:
                 self._lifecycle.before_update(scheduler_output)
@@ -139,21 +142,45 @@ class Worker:
         for layer in self.layers:
             if layer.is_state:
                 for request_id, state, num_tokens, _ in scheduled:
-                    self._compute_state(layer, request_id, state, num_tokens)
+                    with self._noting(request_id):
+                        self._compute_state(layer, request_id, state, num_tokens)
                 continue
             if saving:
                 self.connector.wait_for_layer_load(layer.name)
+            # A request may read what another one computes in the same step, so all are written first.
+            for request_id, state, num_tokens, valid in scheduled:
+                self._write(layer, request_id, state, num_tokens, valid)
             for request_id, state, num_tokens, valid in scheduled:
                 start, table = state.num_computed, state.tables[layer.group]
                 first = max(0, start - layer.window + 1) if layer.window else 0
-                layer.verify_tokens(request_id, state.sequence, table, first, start)
-                if len(table) * layer.block_size < start + num_tokens:
-                    raise InvariantError(f"request {request_id!r} has too few blocks for what is scheduled")
-                layer.write_tokens(state.sequence, table, start, start + num_tokens, valid)
+                with self._noting(request_id):
+                    layer.verify_tokens(request_id, state.sequence, table, first, start)
+                if request_id in self.failures:
+                    self._write(layer, request_id, state, num_tokens, valid)
             if saving:
                 self.connector.save_kv_layer(layer.name, layer.tensor, self._context.attn_metadata[layer.name])
         for _, state, num_tokens, _ in scheduled:
             state.last_end = state.num_computed + num_tokens
+
+    @contextmanager
+    def _noting(self, request_id: str) -> Iterator[None]:
+        """Keep what goes wrong for later: the connector may report at the end of the step that it knows."""
+        try:
+            yield
+        except WrongKVError as error:
+            self.failures.setdefault(request_id, error)
+
+    def _write(self, layer: Layer, request_id: str, state: _RequestState, num_tokens: int, valid: int) -> None:
+        start, table = state.num_computed, state.tables[layer.group]
+        if len(table) * layer.block_size < start + num_tokens:
+            raise InvariantError(f"request {request_id!r} has too few blocks for what is scheduled")
+        # What is computed from wrong KV is wrong.
+        valid = start if request_id in self.failures else valid
+        layer.write_tokens(state.sequence, table, start, start + num_tokens, valid)
+
+    def block_ids(self, request_id: str) -> set[int]:
+        """Return the ids of all blocks in a request's tables."""
+        return {block_id for ids in self._requests[request_id].block_ids for block_id in ids}
 
     def _compute_state(self, layer: Layer, request_id: str, state: _RequestState, num_tokens: int) -> None:
         table, size = state.tables[layer.group], layer.block_size
@@ -191,6 +218,8 @@ class Worker:
         first = end - len(scheduler_output.scheduled_spec_decode_tokens.get(request_id, ()))
         if first < state.num_tokens:
             return []
+        if request_id in self.failures:
+            return [(state.sequence.token(first) + 1) % VOCABULARY]
         last = self._num_valid(request_id, scheduler_output)
         return [state.sequence.token(position) for position in range(first, last + 1)]
 
