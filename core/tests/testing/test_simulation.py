@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import re
+from pathlib import Path
 
 import pytest
 
@@ -365,6 +367,18 @@ def test_metadata_that_cannot_be_pickled_is_noticed():
         simulation.add_request([1, 2, 3])
         with pytest.raises((TypeError, AttributeError), match="pickle"):
             simulation.drain()
+
+
+def test_the_pages_example_works():
+    """What docs/simulator.md shows finds no fault in a connector that is right, and one in another that isn't."""
+    page = Path(__file__).resolve().parents[3] / "docs" / "simulator.md"
+    code = re.search(r"^```python\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)[1]
+    module = {"__name__": "page"}
+    exec(compile(code, str(page), "exec", dont_inherit=True), module)
+    statistics = module["try_connector"](Honest, None, 1)
+    assert statistics.promised_tokens > 0
+    with pytest.raises(WrongKVError):
+        module["try_connector"](Forgetful, None, 1)
 
 
 def test_both_halves_are_shut_down():
