@@ -326,6 +326,53 @@ class TestConfig:
         facts = self._config(settings={"error": "Setting 'l1_siz' is unknown: did you mean 'l1_size'?"})
         assert "did you mean" in _problems(facts)[0].remedy
 
+    @pytest.mark.parametrize(
+        ("check", "given", "part"),
+        [
+            ({"class": "Conn"}, {}, '"fail", which is vLLM\'s default).'),
+            ({"class": "Conn"}, {"kv_load_failure_policy": "fail"}, '"fail").'),
+            ({"class": "Type2Connector", "name": "AIBrixOffloadingConnectorV1Type2"}, {}, "Type2 fails"),
+        ],
+    )
+    def test_a_failed_load_would_fail_its_request(self, check, given, part):
+        """It is a note, with the remedy, where a connector may promise something."""
+        facts = self._config(load_failure_policy="fail", **check)
+        facts = replace(facts, config=dict(facts.config) | given)
+        note = _find(facts, "Config", "if a load of")
+        assert note.status == "note"
+        assert part in note.text
+        assert '"kv_load_failure_policy": "recompute"' in note.remedy
+        assert ("host memory" in note.remedy) is (check["class"] == "Type2Connector")
+        assert _problems(facts) == []
+
+    @pytest.mark.parametrize(
+        "check",
+        [
+            {"load_failure_policy": "recompute"},
+            {"load_failure_policy": None},  # before 0.17
+            {"load_failure_policy": "fail", "hooks": ["before_update_states"]},
+            {"load_failure_policy": "fail", "error": "ValueError: no"},
+        ],
+    )
+    def test_nothing_is_said_where_no_load_can_fail_a_request(self, check):
+        """Neither where vLLM computes it, nor of connectors that promise nothing, or that can't be used."""
+        facts = self._config(**({"class": "Conn"} | check))
+        assert not [finding for finding in examine(facts) if "if a load of" in finding.text]
+
+    def test_the_outermost_policy_counts(self):
+        """Children of a MultiConnector are named; their own policies mean nothing to vLLM."""
+        outer = {"path": "", "name": "MultiConnector", "class": "MultiConnector", "error": None, "hooks": []}
+        children = [
+            outer | {"path": f"connectors[{index}]", "name": name, "class": name, "load_failure_policy": policy}
+            for index, (name, policy) in enumerate([("One", "recompute"), ("Two", "fail"), ("One", "fail")])
+        ]
+        rows = [row | {"settings": None} for row in [outer | {"load_failure_policy": "fail"}, *children]]
+        facts = _facts(config={"kv_connector": "MultiConnector"}, answer=_answer(config={"error": None, "checks": rows}))
+        assert "a load of One, Two fails" in _find(facts, "Config", "if a load of").text
+        rows[0]["load_failure_policy"] = "recompute"
+        facts = _facts(config={"kv_connector": "MultiConnector"}, answer=_answer(config={"error": None, "checks": rows}))
+        assert not [finding for finding in examine(facts) if "if a load of" in finding.text]
+
 
 class TestSettings:
     """The settings in effect."""

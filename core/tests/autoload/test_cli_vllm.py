@@ -109,6 +109,7 @@ def test_doctor_checks_a_config(world, run_python):
     problems = "\n".join(_texts(told, "problem"))
     assert "Did you mean 'Type1Connector'?" in problems
     assert "Importing connector crash_conn:Crash ended with SIGABRT" in "\n".join(_texts(told, "warning"))
+    assert any("fails a request if a load of Good fails" in note for note in _texts(told, "note"))
 
 
 def test_g3_doctor_sees_vllm_plugins(run_python):

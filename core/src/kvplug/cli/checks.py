@@ -26,7 +26,7 @@ def examine(facts: Facts) -> list[Finding]:
     checks = [_python, _vllm]
     if facts.install is not None:
         checks += [_answer, _unknown_plugins, _plugins, _runner, _hook, _files, _patches]
-    checks += [_connectors, _skipped, _config, _settings, _aibrix]
+    checks += [_connectors, _skipped, _config, _load_failures, _settings, _aibrix]
     return [finding for check in checks for finding in check(facts)]
 
 
@@ -258,6 +258,32 @@ def _config(facts: Facts) -> Iterator[Finding]:
             if near:
                 remedy = f"Did you mean {near[0]!r}? {remedy}"
         yield Finding("Config", "problem", f"{where}: {check['error']}", remedy)
+
+
+def _load_failures(facts: Facts) -> Iterator[Finding]:
+    """Say what becomes of a request whose load fails, where connectors may promise loads to the scheduler.
+
+    What decides on the worker promises nothing. Of a `MultiConnector`'s children, vLLM takes the outermost's policy.
+    """
+    policy = facts.checks[0].get("load_failure_policy") if facts.checks else None
+    promising = [check for check in facts.checks if not check["error"] and _may_promise(check)]
+    if policy != "fail" or not promising:
+        return
+    names = ", ".join(dict.fromkeys(str(check["name"]) for check in promising))
+    default = "" if "kv_load_failure_policy" in (facts.config or {}) else ", which is vLLM's default"
+    text = f'vLLM fails a request if a load of {names} fails ("kv_load_failure_policy": "fail"{default}).'
+    safe = [str(check["name"]) for check in promising if check.get("class") in _PROMISE_MEMORY]
+    but = f" {safe[0]} promises only what is in host memory, so that its loads hardly ever fail." if safe else ""
+    remedy = f'Set "kv_load_failure_policy": "recompute" to have such a request computed instead.{but}'
+    yield Finding("Config", "note", text, remedy)
+
+
+#: Classes of connectors whose promises only a fault of memory can break.
+_PROMISE_MEMORY = ("Type2Connector",)
+
+
+def _may_promise(check: Mapping[str, Any]) -> bool:
+    return "before_update_states" not in check["hooks"] and check.get("class") != "MultiConnector"
 
 
 # -- Settings --------------------------------------------------------------------------------------------------------

@@ -211,7 +211,7 @@ def _config(config: Any, path: str, skip: list[str]) -> Iterator[dict[str, Any]]
     from kvplug.discovery import discover
 
     _try(_load_plugins)
-    answer: dict[str, Any] = {"path": path, "name": None, "hooks": [], "settings": None}
+    answer: dict[str, Any] = {"path": path, "name": None, "class": None, "hooks": [], "settings": None}
     if not isinstance(config, Mapping):
         yield {**answer, "error": f"This is a {type(config).__name__}, not an object."}
         return
@@ -227,6 +227,7 @@ def _config(config: Any, path: str, skip: list[str]) -> Iterator[dict[str, Any]]
         yield answer
         return
     extra_config = config.get("kv_connector_extra_config") or {}
+    answer |= {"class": found["cls"].__name__, "load_failure_policy": _load_failure_policy(found["config"])}
     answer |= _class(found["cls"])
     if getattr(found["cls"], "Settings", None) is not None:
         answer["settings"] = _settings(found["cls"], extra_config)
@@ -257,6 +258,11 @@ def _parse(transfer_config: Any, config: Mapping[str, Any]) -> Any:
             for problem in error.errors(include_url=False, include_context=False)
         ]
         raise ValueError("; ".join(wrong)) from None
+
+
+def _load_failure_policy(config: Any) -> str | None:
+    """Return what vLLM does with a request whose load failed; None where this vLLM has no choice of that."""
+    return getattr(config, "kv_load_failure_policy", None)
 
 
 def _resolve(factory: Any, config: Any) -> Any:
