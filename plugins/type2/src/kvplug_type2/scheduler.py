@@ -12,13 +12,13 @@ from kvplug import compat
 from kvplug.provenance import Provenance
 from kvplug.request_keys import KeyMaker
 from kvplug.requests import BlockTables
+from kvplug.saves import SavePlanner
 from kvplug.stats import Stats
 from kvplug.store import SlotRef
 from kvplug.store.directed import DirectedStore
 from kvplug_type2.admission import Admission
 from kvplug_type2.lookups import Lookups, wants_all_computed
 from kvplug_type2.metadata import Load, Part, Save, Type2Handshake, Type2Metadata, Type2WorkerMetadata
-from kvplug_type2.saves import SavePlanner
 from kvplug_type2.tracked import Tracked
 from kvplug_type2.transfers import Transfers
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvplug.request_keys import RequestKeys
+    from kvplug.saves import SaveProgress
     from kvplug.store.tiered.loader import Prefetch
     from kvplug_type2.hits import Hit
-    from kvplug_type2.saves import SaveProgress
 
 __all__ = ["Tracked", "Wait"]
 
