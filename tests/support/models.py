@@ -63,9 +63,11 @@ def model_path(name: str) -> str:
     """Return the folder of a model, as vLLM takes it, making the set of models first where it is missing.
 
     Args:
-        name: ``llama`` (4 layers, grouped-query attention), ``mistral_sliding`` (all layers have a sliding window of
-            64 tokens), ``gemma3`` (sliding and full layers: several KV-cache groups), ``deepseek`` (multi-head latent
-            attention), ``lora1`` and ``lora2`` (adapters of ``llama``), ``llama_eagle`` (EAGLE head for ``llama``),
+        name: ``llama`` (4 layers, grouped-query attention), ``llama_mha`` and ``llama_mqa`` (2 layers, as many KV heads
+            as heads, and one), ``mistral_sliding`` (all layers have a sliding window of 64 tokens), ``gemma3`` (sliding
+            and full layers: several KV-cache groups), ``gpt_oss`` (the same, with sinks and experts), ``deepseek``
+            (multi-head latent attention), ``qwen3_next`` (recurrent state and full attention; runs in bfloat16 only,
+            in blocks of 128 tokens), ``lora1`` and ``lora2`` (adapters of ``llama``), ``llama_eagle`` (EAGLE head for ``llama``),
             ``llama_draft`` (its first two layers, a draft model that is seldom right), ``llama_noisy`` (one that is
             right half of the time: all layers, a little changed), ``llama_awq`` or ``llama_int8`` (quantised).
 
@@ -114,6 +116,9 @@ def _make_base_models(folder: Path) -> None:
 
     hf.utils.logging.disable_progress_bar()
     _save(folder / "llama", hf.LlamaForCausalLM(hf.LlamaConfig(**_COMMON, num_hidden_layers=_LAYERS)))
+    for name, kv_heads in (("llama_mha", 4), ("llama_mqa", 1)):
+        config = hf.LlamaConfig(**_COMMON | {"num_key_value_heads": kv_heads}, num_hidden_layers=2)
+        _save(folder / name, hf.LlamaForCausalLM(config))
     _save(
         folder / "mistral_sliding",
         hf.MistralForCausalLM(hf.MistralConfig(**_COMMON, num_hidden_layers=2, sliding_window=64)),
@@ -139,6 +144,36 @@ def _make_base_models(folder: Path) -> None:
         topk_method="noaux_tc",
     )
     _save(folder / "deepseek", hf.DeepseekV3ForCausalLM(deepseek))
+    gpt_oss = hf.GptOssConfig(
+        **_COMMON,
+        num_hidden_layers=4,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=64,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )
+    _save(folder / "gpt_oss", hf.GptOssForCausalLM(gpt_oss))
+    _save(folder / "qwen3_next", hf.Qwen3NextForCausalLM(_qwen3_next_config()))
+
+
+def _qwen3_next_config() -> Any:
+    import transformers as hf
+
+    return hf.Qwen3NextConfig(
+        # Heads so large, and so little state, that vLLM's blocks of attention hold 128 tokens.
+        **_COMMON | {"head_dim": 128},
+        num_hidden_layers=4,
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+        linear_num_value_heads=1,
+        linear_num_key_heads=1,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_conv_kernel_dim=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+    )
 
 
 def _save(folder: Path, model: Any, embedding_std: float = 0.5) -> None:

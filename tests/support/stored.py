@@ -1,4 +1,4 @@
-"""What a live type1 worker has in its L1: taking it out, putting another engine's in, spoiling it."""
+"""What a live connector of ours has in its L1: taking it out, putting another engine's in, spoiling it."""
 
 from __future__ import annotations
 
@@ -33,29 +33,61 @@ class Stored:
         return np.frombuffer(self.blocks[key][start:stop], np.uint8)
 
 
-def take(llm: Any) -> Stored:
-    """Return what is in L1."""
+@dataclass(frozen=True)
+class _Content:
+    """Where a connector has its blocks: type1 all of it in the worker, type2 the bookkeeping in the scheduler half."""
+
+    allocator: Any
+    slab: Any
+    #: Bytes of a block in each layer, of the first KV-cache group.
+    layers: dict[str, int]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block of the first KV-cache group."""
+        return sum(self.layers.values())
+
+    def slots(self) -> dict[bytes, int]:
+        """Return where each block is that can be found, by its key."""
+        return dict(self.allocator._index)
+
+
+def _content(llm: Any) -> _Content:
     worker = engine.connector(llm).worker
-    blocks: dict[bytes, bytes] = {}
-    for key in list(worker.tier.allocator._index):
-        with worker.tier.reading([key]) as slots:
-            blocks.update((key, worker.tier.slab.view(slot)[: worker.paged.block_bytes].tobytes()) for slot in slots)
-    layers = {layer.name: layer.nbytes for layer in worker.paged.layers}
-    return Stored(engine.scheduler(llm).connector.scheduler._namespace, layers, blocks)
+    if hasattr(worker, "tier"):
+        tier = worker.tier
+        return _Content(tier.allocator, tier.slab, {layer.name: layer.nbytes for layer in worker.paged.layers})
+    engine.settle(llm)  # what is being saved can't be found yet
+    layers = {layer.name: layer.nbytes for layer in worker._paged.caches[0].layers}
+    return _Content(engine.scheduler(llm).connector.scheduler.store.allocator, worker._slab, layers)
+
+
+def take(llm: Any) -> Stored:
+    """Return what is in L1; of several KV-cache groups, that of the first one, with whatever the others have."""
+    content = _content(llm)
+    blocks = {key: content.slab.view(slot)[: content.block_bytes].tobytes() for key, slot in content.slots().items()}
+    return Stored(_half_with_keys(llm)._namespace, content.layers, blocks)
 
 
 def put(llm: Any, stored: Stored) -> None:
     """Put another engine's blocks into L1, under that engine's keys."""
-    tier = engine.connector(llm).worker.tier
-    with tier.writing(list(stored.blocks)) as slots:
-        for slot, block in zip(slots, stored.blocks.values(), strict=True):
-            assert len(block) == tier.slab.slot_bytes, "blocks of another size can't be confused with this engine's"
-            tier.slab.view(slot)[:] = np.frombuffer(block, np.uint8)
+    content = _content(llm)
+    refs = content.allocator.reserve(list(stored.blocks))
+    for ref, block in zip(refs, stored.blocks.values(), strict=True):
+        assert len(block) == content.slab.slot_bytes, "blocks of another size can't be confused with this engine's"
+        content.slab.view(ref.slot)[:] = np.frombuffer(block, np.uint8)
+    assert content.allocator.publish(refs) == len(refs)
 
 
 def adopt(llm: Any, stored: Stored) -> None:
     """Let requests that come from now on have another engine's keys: as if keys didn't say whose blocks they are."""
-    engine.scheduler(llm).connector.scheduler._namespace = stored.namespace
+    _half_with_keys(llm)._namespace = stored.namespace
+
+
+def _half_with_keys(llm: Any) -> Any:
+    """Return what makes requests' keys."""
+    scheduler = engine.scheduler(llm).connector.scheduler
+    return scheduler if hasattr(scheduler, "_namespace") else scheduler._keys
 
 
 def corrupt(llm: Any, layers: str = "") -> None:
@@ -67,14 +99,13 @@ def corrupt(llm: Any, layers: str = "") -> None:
         llm: The engine.
         layers: Only layers whose names start with this; they follow each other in a block.
     """
-    worker = engine.connector(llm).worker
-    tier = worker.tier
-    used = tier.allocator.used
-    assert used > 1, "nothing to exchange"
-    start, stop = _range_of_layers({layer.name: layer.nbytes for layer in worker.paged.layers}, layers)
-    contents = [tier.slab.view(slot)[start:stop].copy() for slot in range(used)]
-    for slot in range(used):
-        tier.slab.view(slot)[start:stop] = np.roll(contents[(slot + 1) % used], (stop - start) // 2)
+    content = _content(llm)
+    slots = sorted(content.slots().values())
+    assert len(slots) > 1, "nothing to exchange"
+    start, stop = _range_of_layers(content.layers, layers) if layers else (0, content.slab.slot_bytes)
+    contents = [content.slab.view(slot)[start:stop].copy() for slot in slots]
+    for slot, other in zip(slots, contents[1:] + contents[:1], strict=True):
+        content.slab.view(slot)[start:stop] = np.roll(other, (stop - start) // 2)
 
 
 def _range_of_layers(layers: Mapping[str, int], prefix: str) -> tuple[int, int]:
