@@ -173,6 +173,8 @@ def test_configurations_that_vllm_does_not_have_are_refused():
         Simulation(groups=(GroupSpec(), GroupSpec("mamba", block_size=32)))
     with pytest.raises(ConfigError, match="larger blocks"):
         Simulation(groups=(GroupSpec(), GroupSpec("mamba", state_bytes=4096)))
+    with pytest.raises(ConfigError, match="needs more blocks"):
+        Simulation(num_blocks=20)
     with pytest.raises(ValueError, match="from 0 to 999"), Simulation() as simulation:
         simulation.add_request([VOCABULARY])
 

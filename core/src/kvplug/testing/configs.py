@@ -245,7 +245,13 @@ def kv_cache_configs(config: Any, specs: list[dict[str, Any]]) -> tuple[list[Any
     register_all_kvcache_specs(config)
     cache = config.cache_config
     # Only the number of blocks counts, and that is given.
-    configs = utils.get_kv_cache_configs(config, [dict(spec) for spec in specs], [1 << 40] * len(specs))
+    try:
+        configs = utils.get_kv_cache_configs(config, [dict(spec) for spec in specs], [1 << 40] * len(specs))
+    except ValueError as error:
+        raise ConfigError(
+            f"vLLM doesn't take these layers with {cache.num_gpu_blocks_override} blocks and a max_model_len of "
+            f"{config.model_config.max_model_len}, mostly since a request of that length needs more blocks: {error}"
+        ) from error
     scheduler = utils.generate_scheduler_kv_cache_config(configs)
     cache.num_gpu_blocks = scheduler.num_blocks
     cache.block_size = min(group.kv_cache_spec.block_size for group in scheduler.kv_cache_groups)
