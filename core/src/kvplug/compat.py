@@ -512,7 +512,11 @@ def overwrites_before_connectors(vllm_config: Any, kv_cache_config: Any) -> bool
     The second one does, where it zeroes or copies at all: for several KV-cache groups, state, or mixed precision.
     """
     runner_class = model_runner_in_use(vllm_config)
-    if runner_class is None or runner_kind(runner_class) == "v1":
+    if runner_class is None:
+        first = not getattr(vllm_config, "use_v2_model_runner", False)
+    else:
+        first = runner_kind(runner_class) == "v1"  # of another project's runner nothing is known
+    if first:
         return False
     return len(kv_cache_config.kv_cache_groups) > 1 or bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
 

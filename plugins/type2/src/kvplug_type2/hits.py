@@ -23,7 +23,7 @@ class Hit:
 
     #: Tokens that vLLM's own prefix cache had, when it was last looked for.
     local: int = 0
-    #: Tokens from the start that are covered, by vLLM's cache or by pinned blocks; `local` if nothing is found.
+    #: Tokens from the start that are covered if a hit was found, by vLLM's cache and by pinned blocks; else 0.
     tokens: int = 0
     #: By group: the first block that is pinned, and the slots from there on, without gaps.
     first: list[int] = field(default_factory=list)
@@ -74,7 +74,7 @@ class HitFinder:
 
     def _restart(self, hit: Hit, local: int) -> None:
         self.release(hit)
-        hit.local = hit.tokens = local
+        hit.local, hit.tokens = local, 0
         hit.first = [local // group.block_size for group in self._groups]
         hit.refs = [[] for _ in self._groups]
         hit.scanned = -1
@@ -93,7 +93,9 @@ class HitFinder:
 
         """
         if local < hit.local:
-            if not self._lengthen(hit, keys, local):
+            if self._lengthen(hit, keys, local):
+                hit.scanned = -1  # ends that were no gain are one now
+            else:
                 self._restart(hit, local)
         elif local > hit.local and self._is_behind(hit, local):
             self._restart(hit, local)
@@ -196,7 +198,7 @@ class HitFinder:
             number = group.index
             first = local // group.block_size
             if group.kind != "full":
-                if not hit.refs[number]:
+                if not hit.tokens:
                     hit.first[number] = first
                     continue
                 first = max(group.first_needed(hit.tokens), first)

@@ -101,8 +101,9 @@ class Transfers:
         """Take in what ranks report of saves, as `loads_ended`. What all have saved can be found from now on."""
         for save in _ended(self._saves, reports):
             for block in save.block_ids:
-                if self._read_by[block] not in self._saves:
-                    del self._read_by[block]
+                # A later save may read it, too, and may be in the same report.
+                if self._read_by.get(block) not in self._saves:
+                    self._read_by.pop(block, None)
             if save.failed:
                 self._store.abandon(save.refs)
             else:
