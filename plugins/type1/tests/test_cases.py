@@ -15,7 +15,7 @@ from kvplug_type1.connector import Type1Connector
 from kvplug_type1.metadata import Type1Metadata
 from kvplug_type1.scheduler import Type1Scheduler
 from kvplug_type1.worker import Type1Worker
-from support.type1_steps import BLOCK, Request, make, output, start
+from support.type1_steps import BLOCK, Request, full, make, output, start
 
 BLOCKS, WIDTH = 24, 64
 
@@ -29,11 +29,10 @@ class Engine:
     worker: Type1Worker = field(init=False)
 
     def __post_init__(self):
-        self.worker = Type1Worker(
-            StoreSettings(l1_size_per_rank=16 * 4096), block_size=BLOCK, shard="all", drop_last_hit=False
-        )
-        page = 2 * BLOCK * WIDTH * 4
-        self.worker.register_kv_caches({"layer": self.cache}, num_blocks=BLOCKS, page_size_bytes={"layer": page})
+        group = full(pages={"layer": 2 * BLOCK * WIDTH * 4})
+        settings = StoreSettings(l1_size_per_rank=16 * 4096)
+        self.worker = Type1Worker(settings, groups=[group], num_blocks=BLOCKS, shard="all", drop_last_hit=False)
+        self.worker.register_kv_caches({"layer": self.cache})
 
     def run(self, metadata, forward=None):
         """Run a step in the worker; `forward` says which number each block gets. Return what the hook answered."""

@@ -48,7 +48,7 @@ def test_d10_both_halves_take_the_block_size_of_the_kv_cache(monkeypatch, size):
 
 
 def test_e4_a_multi_connector_takes_what_its_children_take():
-    """E4: type1 says that it takes one KV-cache group, and so says every MultiConnector that it is in."""
+    """E4: type1 takes several KV-cache groups, and so does a MultiConnector whose other children do."""
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
@@ -58,17 +58,18 @@ def test_e4_a_multi_connector_takes_what_its_children_take():
         "kv_role": "kv_both",
     }
     other = {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_both"}
+    without = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 
     def supports(*children):
         extra = {"connectors": list(children)}
         config = KVTransferConfig(kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config=extra)
         return KVConnectorFactory.supports_hma_config(config)
 
-    assert not KVConnectorFactory.supports_hma_config(KVTransferConfig(**type1))
-    assert supports(other)
-    assert not supports(type1)
-    assert not supports(type1, other)
-    assert not supports(other, type1)
+    assert KVConnectorFactory.supports_hma_config(KVTransferConfig(**type1))
+    assert supports(type1)
+    assert supports(type1, other)
+    assert supports(other, type1)
+    assert not supports(type1, without)
 
 
 @pytest.mark.parametrize(

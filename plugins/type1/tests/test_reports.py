@@ -15,7 +15,7 @@ from kvplug.store.settings import StoreSettings
 from kvplug_type1.connector import Type1Connector
 from kvplug_type1.metadata import Announcement, LoadRequest, SaveRequest, Type1Metadata, Type1WorkerMetadata
 from kvplug_type1.worker import Type1Worker
-from support.type1_steps import Request, make, output, start
+from support.type1_steps import Request, full, make, output, start
 
 KEYS = tuple(bytes([n]) * 32 for n in range(10))
 
@@ -88,8 +88,14 @@ def test_announced_blocks_are_evicted_last():
 def test_the_worker_counts_announced_blocks_as_used():
     """The first to come, which would be the first to go, are still there when their request's turn has come."""
     caches = {"layer.0": torch.zeros(12, 2, 4, 64)}
-    worker = Type1Worker(StoreSettings(l1_size_per_rank=4 * 2048), block_size=4, shard="all", drop_last_hit=False)
-    worker.register_kv_caches(caches, num_blocks=12, page_size_bytes={"layer.0": 2048})
+    worker = Type1Worker(
+        StoreSettings(l1_size_per_rank=4 * 2048),
+        groups=[full(pages={"layer.0": 2048})],
+        num_blocks=12,
+        shard="all",
+        drop_last_hit=False,
+    )
+    worker.register_kv_caches(caches)
     for keys in (KEYS[:2], KEYS[2:4]):
         worker.save(Type1Metadata(saves=(SaveRequest("a", keys, (1, 2)),)))
     worker.load(Type1Metadata(announced=(Announcement("b", KEYS[:2]),)))
@@ -167,15 +173,21 @@ def test_requests_that_are_not_looked_up_do_not_count():
 @pytest.fixture
 def worker():
     caches = {"layer.0": torch.arange(12 * 2 * 4 * 64, dtype=torch.float32).view(12, 2, 4, 64)}
-    worker = Type1Worker(StoreSettings(l1_size_per_rank=8 * 4096), block_size=4, shard="all", drop_last_hit=False)
-    worker.register_kv_caches(caches, num_blocks=12, page_size_bytes={"layer.0": 2048})
+    worker = Type1Worker(
+        StoreSettings(l1_size_per_rank=8 * 4096),
+        groups=[full(pages={"layer.0": 2048})],
+        num_blocks=12,
+        shard="all",
+        drop_last_hit=False,
+    )
+    worker.register_kv_caches(caches)
     return worker
 
 
 def test_the_worker_reports_what_was_agreed(worker):
     """Not what it loaded itself: another rank may have had less. Once, and nothing where nothing was skipped."""
     worker.save(Type1Metadata(saves=(SaveRequest("a", KEYS[:2], (1, 2)),)))
-    loads = (LoadRequest("a", 0, 0, KEYS[:2], (7, 8)), LoadRequest("b", 0, 0, KEYS[5:6], (9,)))
+    loads = (LoadRequest("a", 0, KEYS[:2], (7, 8)), LoadRequest("b", 0, KEYS[5:6], (9,)))
     assert worker.load(Type1Metadata(candidates=("a", "b"), loads=loads)) == {"a": 8, "b": 0}
     assert worker.report({"a": 4, "c": 9}).skipped == {"a": 4}
     assert worker.report({"a": 4}) is None
@@ -186,7 +198,7 @@ def test_the_worker_reports_what_was_agreed(worker):
 def test_the_worker_times_and_measures_what_it_copies(worker):
     """One duration per step with loads, and per step with saves; bytes are those of all layers."""
     worker.save(Type1Metadata(saves=(SaveRequest("a", KEYS[:2], (1, 2)),)))
-    worker.load(Type1Metadata(candidates=("a",), loads=(LoadRequest("a", 0, 0, KEYS[:1], (7,)),)))
+    worker.load(Type1Metadata(candidates=("a",), loads=(LoadRequest("a", 0, KEYS[:1], (7,)),)))
     worker.load(Type1Metadata())
     worker.save(Type1Metadata())
     new = worker.stats.take()
@@ -231,7 +243,7 @@ def reporting(worker, monkeypatch):
     connector = object.__new__(Type1Connector)
     connector._scheduler, connector._worker = None, worker
     worker.save(Type1Metadata(saves=(SaveRequest("a", KEYS[:2], (1, 2)),)))
-    worker.load(Type1Metadata(candidates=("a",), loads=(LoadRequest("a", 0, 0, KEYS[:2], (7, 8)),)))
+    worker.load(Type1Metadata(candidates=("a",), loads=(LoadRequest("a", 0, KEYS[:2], (7, 8)),)))
     dispatcher = SimpleNamespace(skipped={"a": 7}, stats=Stats(), runner_class=object)
     dispatcher.stats.add("tokens_skipped", 7)
     monkeypatch.setattr(dispatch, "_current", dispatcher)

@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from kvplug_type1.scheduler import Type1Scheduler
-from support.type1_steps import BLOCK, Request, make, output, start
+from support.type1_steps import Request, full, make, output, start
 
 
 def test_a_prompt_is_offered_and_saved():
@@ -15,7 +15,7 @@ def test_a_prompt_is_offered_and_saved():
     metadata = start(make(), Request("a", range(10)), [5, 6, 7])
     (load,), (save,) = metadata.loads, metadata.saves
     assert metadata.candidates == ("a",)
-    assert (load.num_computed_tokens, load.first_token) == (0, 0)
+    assert load.num_computed_tokens == 0
     assert load.block_ids == save.block_ids == (5, 6)
     assert load.keys == save.keys
     assert len(set(load.keys)) == 2
@@ -37,7 +37,7 @@ def test_a_hit_of_vllms_own_moves_the_start():
     """Blocks that vLLM has aren't loaded, but are saved if they are missing."""
     metadata = start(make(), Request("a", range(14)), [5, 6, 7, 8], computed=4)
     assert metadata.loads[0].block_ids == (6, 7)
-    assert metadata.loads[0].first_token == 4
+    assert metadata.loads[0].num_computed_tokens == 4
     assert metadata.saves[0].block_ids == (5, 6, 7)
 
 
@@ -49,7 +49,7 @@ def test_b13_chunks_end_inside_blocks():
     assert first.loads[0].block_ids == first.saves[0].block_ids == (5,)
     second = scheduler.build_metadata(output({"a": 8}, cached=[("a", 6, [7, 8])]))
     (load,) = second.loads
-    assert (load.num_computed_tokens, load.first_token, load.block_ids) == (6, 4, (6, 7))
+    assert (load.num_computed_tokens, load.block_ids) == (6, (6, 7))
     assert second.saves[0].block_ids == (6, 7)
 
 
@@ -175,7 +175,7 @@ def test_a_request_that_may_share_such_blocks_waits_a_step():
 
 def test_asynchronous_scheduling_learns_of_failed_loads_a_step_later():
     """Two steps are planned before the first one's result is in: who starts in either of them is held that long."""
-    scheduler = Type1Scheduler(namespace=bytes(32), block_size=BLOCK, windowed=False, steps_in_flight=2)
+    scheduler = Type1Scheduler(namespace=bytes(32), groups=[full()], steps_in_flight=2)
     loading, shares, later = Request("a", range(12)), Request("b", range(8)), Request("c", range(9))
     scheduler.track(loading, 4)
     scheduler.track(shares, 4)

@@ -9,8 +9,9 @@ from kvplug.paged import Transfer
 from kvplug.store.settings import StoreSettings
 from kvplug_type1.metadata import LoadRequest, SaveRequest, Type1Metadata
 from kvplug_type1.worker import Type1Worker
+from support.type1_steps import BLOCK, full
 
-BLOCK, BLOCKS, LAYERS = 4, 12, 2
+BLOCKS, LAYERS = 12, 2
 KEYS = tuple(bytes([n]) * 32 for n in range(10))
 
 
@@ -21,9 +22,9 @@ def caches():
 
 def make(kv_caches, *, num_blocks=8, **settings):
     store = StoreSettings(l1_size_per_rank=int(num_blocks * 4096))
-    worker = Type1Worker(store, block_size=BLOCK, shard="all", **settings)
-    page = 2 * BLOCK * 64 * 4
-    worker.register_kv_caches(kv_caches, num_blocks=BLOCKS, page_size_bytes=dict.fromkeys(kv_caches, page))
+    group = full(pages=dict.fromkeys(kv_caches, 2 * BLOCK * 64 * 4))
+    worker = Type1Worker(store, groups=[group], num_blocks=BLOCKS, shard="all", **settings)
+    worker.register_kv_caches(kv_caches)
     return worker
 
 
@@ -31,8 +32,8 @@ def save(keys, block_ids):
     return Type1Metadata(saves=(SaveRequest("a", tuple(keys), tuple(block_ids)),))
 
 
-def load(keys, block_ids, *, computed=0, first=0, **metadata):
-    request = LoadRequest("a", computed, first, tuple(keys), tuple(block_ids))
+def load(keys, block_ids, *, computed=0, **metadata):
+    request = LoadRequest("a", computed, tuple(keys), tuple(block_ids))
     return Type1Metadata(candidates=("a",), loads=(request,), **metadata)
 
 
@@ -70,7 +71,7 @@ def test_the_hit_ends_at_the_first_gap(worker, kv_caches):
 def test_a_load_that_starts_inside_a_block(worker):
     """The block is loaded whole; only the tokens that weren't computed count."""
     worker.save(save(KEYS[:2], [3, 5]))
-    assert worker.load(load(KEYS[:2], [7, 8], computed=6, first=4)) == {"a": 6}
+    assert worker.load(load(KEYS[:2], [7, 8], computed=6)) == {"a": 6}
 
 
 def test_the_last_block_of_a_hit_is_not_used_for_draft_layers(kv_caches):
@@ -129,7 +130,7 @@ def test_a7_a_failing_load_is_a_miss(worker, caplog, monkeypatch):
         return inner(slab, slots, block_ids)
 
     monkeypatch.setattr(worker.paged, "scatter", scatter)
-    other = LoadRequest("b", 0, 0, KEYS[:1], (9,))
+    other = LoadRequest("b", 0, KEYS[:1], (9,))
     metadata = Type1Metadata(candidates=("a", "b"), loads=(*load(KEYS[:2], [7, 8]).loads, other))
     assert worker.load(metadata) == {"a": 0, "b": 4}
     assert worker.stats.get("load_errors") == 1
@@ -260,7 +261,7 @@ def test_a_second_paged_cache_is_refused(worker, kv_caches):
     from kvplug.errors import UnsupportedError
 
     with pytest.raises(UnsupportedError, match="VLLM_ENABLE_V1_MULTIPROCESSING=1"):
-        worker.register_kv_caches(kv_caches, num_blocks=BLOCKS, page_size_bytes={})
+        worker.register_kv_caches(kv_caches)
     worker.close()
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 
 import kvplug
 from kvplug import compat, dispatch
-from kvplug.kv_groups import single_attention_group
+from kvplug.errors import UnsupportedError
+from kvplug.kv_groups import KVGroup, kv_groups
 from kvplug.log import get_logger
 from kvplug.memory_budget import check_memory, ranks_on_host
 from kvplug.metrics import ConnectorPromMetrics, ConnectorStats, of_every_rank
@@ -27,7 +28,7 @@ __all__ = ["Type1Connector"]
 logger = get_logger(__name__)
 
 
-class Type1Connector(KVConnectorBase_V1):  # type: ignore[misc]
+class Type1Connector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Reuses KV from host memory and from L2 tiers beyond it, decided on the worker at load time.
 
     vLLM's scheduler plans every request as if nothing were stored. Right before a step, the hook loads what is there
@@ -57,16 +58,14 @@ class Type1Connector(KVConnectorBase_V1):  # type: ignore[misc]
         compat.require_hook_support(vllm_config, role, type(self))
         transfer = vllm_config.kv_transfer_config
         settings = StoreSettings.load(transfer.kv_connector_extra_config)
-        group = single_attention_group(kv_cache_config, type(self).__name__)
-        self._group = group
+        groups = _attention_groups(kv_cache_config, type(self).__name__)
         self._scheduler: Type1Scheduler | None = None
         self._worker: Type1Worker | None = None
         if role == KVConnectorRole.SCHEDULER:
             logger.info("kvplug: type1 settings: %s", settings.describe())
             self._scheduler = Type1Scheduler(
                 namespace=namespace_fingerprint(vllm_config, kv_cache_config, model_id=settings.model_id),
-                block_size=group.block_size,
-                windowed=group.windowed,
+                groups=groups,
                 # Asynchronous scheduling plans a step while the one before it runs.
                 steps_in_flight=2 if getattr(vllm_config.scheduler_config, "async_scheduling", False) else 1,
             )
@@ -76,7 +75,8 @@ class Type1Connector(KVConnectorBase_V1):  # type: ignore[misc]
             speculative = vllm_config.speculative_config
             self._worker = Type1Worker(
                 settings,
-                block_size=group.block_size,
+                groups=groups,
+                num_blocks=kv_cache_config.num_blocks,
                 shard=shard_id(vllm_config) if settings.tiers else "",
                 drop_last_hit=speculative is not None and speculative.use_eagle(),
             )
@@ -96,9 +96,7 @@ class Type1Connector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take the worker's paged cache; see vLLM's base class."""
-        self.worker.register_kv_caches(
-            kv_caches, num_blocks=self._group.num_blocks, page_size_bytes=self._group.page_size_bytes
-        )
+        self.worker.register_kv_caches(kv_caches)
 
     @kvplug.hookimpl
     def before_update_states(self, step: kvplug.Step) -> Mapping[str, int]:
@@ -167,6 +165,13 @@ class Type1Connector(KVConnectorBase_V1):  # type: ignore[misc]
         self.scheduler.finish(request)
         return False, None
 
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Forget the request, as `request_finished`."""
+        self.scheduler.finish(request)
+        return False, None
+
     def reset_cache(self) -> bool:
         """Have the workers forget everything stored, in L2 too, before the next step loads anything."""
         return self.scheduler.reset()
@@ -210,3 +215,21 @@ class Type1Connector(KVConnectorBase_V1):  # type: ignore[misc]
     ) -> ConnectorPromMetrics:
         """Register the metrics; see vLLM's base class."""
         return ConnectorPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _attention_groups(kv_cache_config: Any, name: str) -> tuple[KVGroup, ...]:
+    """Return the model's KV-cache groups, or refuse those that type1 can't work with.
+
+    A step that is shortened starts where vLLM doesn't know that it does. Attention has all it needs in blocks that the
+    step was given anyway. Recurrent state is read and written where vLLM's plan of the step says.
+    """
+    groups = kv_groups(kv_cache_config, name)
+    if not groups:
+        raise UnsupportedError(f"{name} has nothing to store: this model has no KV cache, serve it without.")
+    if states := [layer for group in groups if group.kind == "state" for layer in group.page_size_bytes]:
+        raise UnsupportedError(
+            f"{name} can't load recurrent state, which vLLM keeps where it plans to go on, and this model has some "
+            f"(layer {states[0]} and others): use Type2Connector of kvplug-type2, or serve this model without a "
+            "connector."
+        )
+    return groups

@@ -21,7 +21,7 @@ else:
 
 @dataclass(frozen=True)
 class Announcement:
-    """A request that waits for its turn, with the keys of its full blocks, in order."""
+    """A request that waits for its turn, with the keys of its full blocks, in the order of `BlockOrder`."""
 
     request_id: str
     keys: tuple[bytes, ...]
@@ -29,26 +29,27 @@ class Announcement:
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """Blocks of one request that may be loaded in this step, in order and without gaps."""
+    """Blocks of one request that may be loaded in this step, in the order of `BlockOrder` and without gaps."""
 
     request_id: str
-    #: Tokens already computed. They may end inside the first block, which is loaded whole.
+    #: Tokens already computed. They may end inside the first block of a group, which is loaded whole.
     num_computed_tokens: int
-    #: Tokens covered up to the start of the first block.
-    first_token: int
-    #: Keys of the blocks, 32 bytes each.
+    #: Keys of the blocks.
     keys: tuple[bytes, ...]
     #: Where the blocks go in the paged cache, as many as keys.
     block_ids: tuple[int, ...]
+    #: KV-cache group of each block, as many as keys; none if there is only one group.
+    groups: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """Blocks of one request that are full, and their KV computed, when this step ends."""
+    """Blocks of one request, in one KV-cache group, that are full, and their KV computed, when this step ends."""
 
     request_id: str
     keys: tuple[bytes, ...]
     block_ids: tuple[int, ...]
+    group: int = 0
 
 
 @dataclass(frozen=True)

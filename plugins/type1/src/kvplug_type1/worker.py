@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import repeat
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvplug import compat
 from kvplug.log import RateLimited, get_logger
 from kvplug.paged import PagedCache, Transfer
+from kvplug.paged.groups import PagedGroups
 from kvplug.stats import Stats
 from kvplug.store import MemoryTier, SlotRef
 from kvplug.store.settings import StoreSettings
 from kvplug.store.tiered import TieredStore, make_store
 from kvplug_type1.metadata import Announcement, LoadRequest, SaveRequest, Type1Metadata, Type1WorkerMetadata
+from kvplug_type1.order import BlockOrder
+
+if TYPE_CHECKING:
+    from kvplug.kv_groups import KVGroup
 
 __all__ = ["Type1Worker"]
 
@@ -26,22 +32,27 @@ _limited = RateLimited(logger)
 class Type1Worker:
     """Loads and saves one worker's shard of the KV cache."""
 
-    def __init__(self, settings: StoreSettings, *, block_size: int, shard: str, drop_last_hit: bool) -> None:
+    def __init__(
+        self, settings: StoreSettings, *, groups: Sequence[KVGroup], num_blocks: int, shard: str, drop_last_hit: bool
+    ) -> None:
         """Prepare a worker; memory is taken, and L2 opened, when its paged cache is known.
 
         Args:
             settings: Of the block store.
-            block_size: Tokens per block.
+            groups: The model's KV-cache groups.
+            num_blocks: Blocks in the paged cache.
             shard: What part of every block this rank holds (`kvplug.namespace.shard_id`).
-            drop_last_hit: Whether the last block of a hit isn't used, since draft layers' KV at its end depends on
-                a token that its key doesn't cover.
+            drop_last_hit: Whether the last blocks of a hit aren't used, since draft layers' KV at their end depends on
+                a token that their keys don't cover.
 
         """
         self._settings = settings
-        self._block_size = block_size
+        self._groups = tuple(groups)
+        self._num_blocks = num_blocks
         self._shard = shard
-        self._drop_last_hit = drop_last_hit
-        self._paged: PagedCache | None = None
+        self._order = BlockOrder(groups)
+        self._dropped = self._order.alignment if drop_last_hit else 0
+        self._paged: PagedGroups | None = None
         self._store: TieredStore | None = None
         self._reset_count = 0
         # Copies under way, oldest first: what to do when one has ended, and instead if it failed.
@@ -66,19 +77,19 @@ class Type1Worker:
 
     @property
     def paged(self) -> PagedCache:
-        """The worker's paged cache."""
-        assert self._paged is not None
-        return self._paged
+        """The worker's paged cache: that of the first KV-cache group, of which there is one as a rule."""
+        return self._caches[0]
 
-    def register_kv_caches(
-        self, kv_caches: Mapping[str, Any], *, num_blocks: int, page_size_bytes: Mapping[str, int]
-    ) -> None:
+    @property
+    def _caches(self) -> tuple[PagedCache, ...]:
+        assert self._paged is not None
+        return self._paged.caches
+
+    def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         """Take the paged cache, and the block store that goes with it.
 
         Args:
             kv_caches: Tensor of each layer, by name.
-            num_blocks: Blocks in the paged cache.
-            page_size_bytes: Bytes of one block of each layer.
 
         Raises:
             UnsupportedError: A layer's layout isn't understood, or there is a paged cache already.
@@ -88,21 +99,22 @@ class Type1Worker:
         """
         if self._store is not None:
             raise compat.two_engines("Type1Connector")
-        self._paged = PagedCache.from_kv_caches(kv_caches, num_blocks=num_blocks, page_size_bytes=page_size_bytes)
+        paged = self._paged = PagedGroups.from_kv_caches(kv_caches, self._groups, num_blocks=self._num_blocks)
         tensors = kv_caches.values()
+        sizes = ", ".join(str(group.block_size) for group in self._groups)
         self._store = make_store(
             self._settings,
             self.stats,
-            block_bytes=self._paged.block_bytes,
+            block_bytes=paged.slot_bytes,
             item_bytes=max(tensor.element_size() for tensor in tensors),
             shard=self._shard,
-            layout=f"{self._block_size} tokens; {self._paged.layout}",
+            layout=f"{sizes} tokens; {paged.layout}",
             pin=any(tensor.is_cuda for tensor in tensors),
         )
         logger.info(
             "kvplug: L1 holds %d blocks of %d bytes (%.2f GiB) in this rank",
             self.tier.allocator.capacity,
-            self._paged.block_bytes,
+            paged.slot_bytes,
             self.tier.capacity_bytes / 2**30,
         )
 
@@ -167,34 +179,46 @@ class Type1Worker:
 
     def _load_one(self, load: LoadRequest, until: float) -> int:
         self.stats.add("blocks_looked_up", len(load.keys))
+        nbytes = 0
         store = self.store
         pinned: list[SlotRef] = []
+        transfers: list[Transfer] = []
         try:
             pinned = store.pin(load.keys, until)
             self.stats.add("blocks_hit", len(pinned))
-            num_blocks = len(pinned) - (1 if self._drop_last_hit and pinned else 0)
-            tokens = self._tokens(load, num_blocks)
-            if tokens > 0:
-                slots = [ref.slot for ref in pinned[:num_blocks]]
-                transfer = self.paged.scatter(self.tier.slab, slots, load.block_ids[:num_blocks])
-                self._pending.append((transfer, partial(store.unpin, pinned), None))
-                pinned = []
+            num_blocks, tokens = self._usable(load, len(pinned))
+            if tokens <= 0:
+                return 0
+            for group, refs, block_ids in _by_group(load, pinned[:num_blocks]):
+                slots = [ref.slot for ref in refs]
+                transfers.append(self._caches[group].scatter(self.tier.slab, slots, block_ids))
+                nbytes += len(slots) * self._caches[group].block_bytes
         except Exception as error:  # noqa: BLE001 - a failed load is a miss, whatever it was
             self._failed("load", error)
             return 0
         finally:
-            store.unpin(pinned)
-        if tokens <= 0:
-            return 0
+            self._unpin_after(transfers, pinned)
         self.stats.add("blocks_loaded", num_blocks)
         self.stats.add("tokens_loaded", tokens)
-        self.stats.add("loaded_bytes", num_blocks * self.paged.block_bytes)
+        self.stats.add("loaded_bytes", nbytes)
         return tokens
 
-    def _tokens(self, load: LoadRequest, num_blocks: int) -> int:
-        if num_blocks == 0:
-            return 0
-        return load.first_token + num_blocks * self._block_size - load.num_computed_tokens
+    def _usable(self, load: LoadRequest, found: int) -> tuple[int, int]:
+        """Return how many blocks are of use, of those that were found, and how many tokens further they lead."""
+        computed = load.num_computed_tokens
+        num_blocks, tokens = self._order.usable(
+            computed, load.groups, wanted=len(load.keys), found=found, dropped=self._dropped
+        )
+        return num_blocks, tokens - computed
+
+    def _unpin_after(self, transfers: Sequence[Transfer], refs: Sequence[SlotRef]) -> None:
+        """Unpin slots when copies out of them have ended."""
+        unpin = partial(self.store.unpin, refs)
+        if not transfers:
+            unpin()
+        for number, transfer in enumerate(transfers, 1):
+            # They are looked at in this order.
+            self._pending.append((transfer, unpin if number == len(transfers) else _nothing, None))
 
     def save(self, metadata: Type1Metadata) -> None:
         """Copy blocks that this step completed to the host.
@@ -221,7 +245,7 @@ class Type1Worker:
             if not pairs:
                 return
             block_ids, refs = zip(*pairs, strict=True)
-            transfer = self.paged.gather(block_ids, self.tier.slab, [ref.slot for ref in refs])
+            transfer = self._caches[save.group].gather(block_ids, self.tier.slab, [ref.slot for ref in refs])
         except Exception as error:  # noqa: BLE001 - a failed save is a later miss, whatever it was
             self.store.abandon(refs)
             self._failed("save", error)
@@ -229,13 +253,14 @@ class Type1Worker:
         finally:
             self.stats.add("blocks_evicted", allocator.evictions - evicted)
             self.stats.add("saves_refused", allocator.refused - refused)
-        self._pending.append((transfer, partial(self._publish, refs), partial(self.store.abandon, refs)))
+        self._pending.append((transfer, partial(self._publish, refs, save.group), partial(self.store.abandon, refs)))
 
-    def _publish(self, refs: Sequence[SlotRef]) -> None:
+    def _publish(self, refs: Sequence[SlotRef], group: int) -> None:
         num_blocks = self.store.publish(refs)
         self.stats.add("blocks_saved", num_blocks)
-        self.stats.add("tokens_saved", num_blocks * self._block_size)
-        self.stats.add("saved_bytes", num_blocks * self.paged.block_bytes)
+        if group == 0:  # a token has KV in every group
+            self.stats.add("tokens_saved", num_blocks * self._groups[0].block_size)
+        self.stats.add("saved_bytes", num_blocks * self._caches[group].block_bytes)
 
     def _settle(self, *, wait: bool = False) -> None:
         """Unpin and publish what has been copied. Copies on a GPU end while the host goes on; others have ended."""
@@ -272,3 +297,18 @@ class Type1Worker:
             self._settle(wait=True)
             self._store.close()
             self._store = None
+
+
+def _by_group(load: LoadRequest, refs: Sequence[SlotRef]) -> Iterator[tuple[int, list[SlotRef], list[int]]]:
+    """Yield what is to be loaded of each KV-cache group: the slots of the first blocks, and where they go."""
+    parts: dict[int, tuple[list[SlotRef], list[int]]] = {}
+    for group, ref, block in zip(load.groups or repeat(0), refs, load.block_ids, strict=False):
+        slots, block_ids = parts.setdefault(group, ([], []))
+        slots.append(ref)
+        block_ids.append(block)
+    for group, (slots, block_ids) in parts.items():
+        yield group, slots, block_ids
+
+
+def _nothing() -> None:
+    """Do nothing."""
