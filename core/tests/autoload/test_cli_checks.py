@@ -367,10 +367,10 @@ class TestConfig:
             for index, (name, policy) in enumerate([("One", "recompute"), ("Two", "fail"), ("One", "fail")])
         ]
         rows = [row | {"settings": None} for row in [outer | {"load_failure_policy": "fail"}, *children]]
-        facts = _facts(config={"kv_connector": "MultiConnector"}, answer=_answer(config={"error": None, "checks": rows}))
+        config = {"kv_connector": "MultiConnector"}
+        facts = _facts(config=config, answer=_answer(config={"error": None, "checks": rows}))
         assert "a load of One, Two fails" in _find(facts, "Config", "if a load of").text
         rows[0]["load_failure_policy"] = "recompute"
-        facts = _facts(config={"kv_connector": "MultiConnector"}, answer=_answer(config={"error": None, "checks": rows}))
         assert not [finding for finding in examine(facts) if "if a load of" in finding.text]
 
 
