@@ -39,6 +39,7 @@ __all__ = [
     "model_runner_in_use",
     "overwrites_before_connectors",
     "overwrites_blocks",
+    "overwritten_blocks",
     "preempted_ids",
     "refuse_split_dimensions",
     "replaced_tables",
@@ -273,6 +274,16 @@ def overwrites_blocks(scheduler_output: Any) -> bool:
         getattr(scheduler_output, "new_block_ids_to_zero", None)  # 0.17.1 on
         or getattr(scheduler_output, "kv_cache_block_copies", None)  # 0.26 on
     )
+
+
+def overwritten_blocks(scheduler_output: Any) -> Iterator[int]:
+    """Yield the ids of the blocks that the runner will zero, or copy others over, before it computes this step.
+
+    They may be in no request's block table.
+    """
+    yield from getattr(scheduler_output, "new_block_ids_to_zero", None) or ()
+    for copied in getattr(scheduler_output, "kv_cache_block_copies", None) or ():
+        yield copied.dst_block_id
 
 
 def _copy_of(instance: Any) -> Any:

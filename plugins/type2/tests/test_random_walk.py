@@ -1,11 +1,18 @@
-"""type2 with vLLM's real scheduler and simulated workers: random operations, checked after every step."""
+"""type2 with vLLM's real scheduler and simulated workers: random operations, checked after every step.
+
+The simulated model notices at once if it reads a block that doesn't hold what it should, and so does a look at what
+vLLM's own prefix cache holds (`kvplug.testing`).
+"""
 
 from __future__ import annotations
 
 import pytest
 from support.random_walk import Faults, Walk, delayed_copies, use_tier
 
-from kvplug.testing import GroupSpec, Simulation
+from kvplug.testing import GroupSpec, Simulation, SimulationError
+from kvplug_type2.scheduler import Type2Scheduler
+from kvplug_type2.transfers import Transfers
+from kvplug_type2.worker import Type2Worker
 
 pytestmark = pytest.mark.engine
 
@@ -14,6 +21,7 @@ WINDOW = (GroupSpec(kind="sliding"),)
 MIXED = (GroupSpec(), GroupSpec(kind="sliding", layers=2))
 LATENT = (GroupSpec(kind="mla", layers=2),)
 STATE = (GroupSpec(), GroupSpec(kind="mamba", layers=2))
+UNEQUAL = (GroupSpec(), GroupSpec(kind="sliding", layers=2, block_size=32, head_size=2))
 
 #: By name: what the simulation is given.
 KINDS = {
@@ -30,35 +38,143 @@ KINDS = {
     "state": {"groups": STATE},
     "state-v2": {"groups": STATE, "runner": "v2"},
     "state-async": {"groups": STATE, "asynchronous": True},
+    "unequal-blocks": {"groups": UNEQUAL},
+    "partial-hits": {"groups": STATE, "prefix_match_unit": 4},
+    "state-in-every-block": {"groups": (GroupSpec(), GroupSpec(kind="mamba", layers=2, mamba_mode="all"))},
     "drafts": {"groups": FULL, "num_speculative_tokens": 2, "accept": lambda name, position: position % 3 != 0},
     "two-ranks": {"groups": FULL, "tensor_parallel": 2},
+    "two-ranks-mixed": {"groups": tuple(GroupSpec(g.kind, g.layers, heads=2) for g in MIXED), "tensor_parallel": 2},
     "two-stages": {"groups": (GroupSpec(layers=4),), "pipeline_parallel": 2},
 }
-STEPS = 600
 
 
-def walk(kind, monkeypatch, *, seed=1, steps=STEPS, faults=None, values=None, **settings):
+def walk(kind, monkeypatch, *, seed=1, steps=900, faults=None, values=None, policy="fail", **settings):
+    """Walk, and return what was counted."""
     faults = faults or Faults(seed)
     delayed_copies(monkeypatch, faults)
     if "l2" in settings:
         use_tier(monkeypatch, {} if values is None else values, faults)
     extra = {"l1_size_per_rank": "24KiB", "model_id": "simulated", **settings}
     size = {"num_blocks": 48, "max_num_batched_tokens": 64, "max_model_len": 300} | KINDS[kind]
-    with Simulation("Type2Connector", extra_config=extra, **size) as simulation:
+    connector = {
+        "kv_connector": "Type2Connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+        "kv_load_failure_policy": policy,
+    }
+    with Simulation(connector, **size) as simulation:
         walked = Walk(simulation, seed)
         walked.run(steps)
-        walked.counts.update(simulation.connector.scheduler.stats.totals())
-        walked.counts["preemptions"] = simulation.statistics.preemptions
-        walked.counts["promised"] = simulation.statistics.promised_tokens
+        counts = walked.counts
+        counts.update(simulation.connector.scheduler.stats.totals())
+        counts["preemptions"] = simulation.statistics.preemptions
+        counts["promised"] = simulation.statistics.promised_tokens
         for connector in simulation.worker_connectors:
-            walked.counts.update(connector.worker.stats.totals())
-        return walked
+            counts.update(connector.worker.stats.totals())
+        counts.update(faults.counts)
+        print(kind, {name: count for name, count in sorted(counts.items()) if count})
+        return counts
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_alone(kind, monkeypatch):
     """Whatever happens, no block is read or written after it was given away, and what was hit is what was loaded."""
-    walked = walk(kind, monkeypatch)
-    assert walked.counts["promised"] > 0
-    assert walked.counts["finished"] > 20
-    print(kind, {k: v for k, v in walked.counts.items() if v})
+    counts = walk(kind, monkeypatch)
+    assert counts["promised"] > 0
+    assert counts["finished"] > 40
+    assert counts["blocks_evicted"] > 0
+    assert counts["load_errors"] == counts["save_errors"] == 0
+
+
+@pytest.mark.parametrize("kind", ["full", "mixed", "state", "two-ranks", "full-async"])
+def test_with_an_unreliable_tier(kind, monkeypatch):
+    """An L2 tier that is late, forgets, and errs costs hits and nothing else; what it has is fetched and used."""
+    counts = walk(kind, monkeypatch, l2="random", l2_load_timeout=0.02, max_parked_requests=3)
+    assert counts["l2_blocks_written:random"] > 0
+    assert counts["l2_blocks_read:random"] > 0
+    assert counts["tier errors"] > 0
+    assert counts["finished"] > 40
+
+
+@pytest.mark.parametrize("policy", ["hits", "evicted"])
+def test_write_policies(policy, monkeypatch):
+    """What is used, or evicted, goes to L2, evicted blocks as they were before their slots were written again."""
+    counts = walk("full", monkeypatch, l2="random", l2_write_policy=policy, l2_load_timeout=0.05)
+    assert counts["l2_blocks_written:random"] > 0
+    assert counts["l2_blocks_read:random"] > 0
+
+
+@pytest.mark.parametrize("kind", ["full", "mixed", "state", "two-ranks"])
+def test_copies_that_fail(kind, monkeypatch):
+    """Loads that fail are computed, saves that fail are missing later: no request ends otherwise than it should."""
+    counts = walk(kind, monkeypatch, faults=Faults(1, copy_errors=0.05), policy="recompute")
+    assert counts["load_errors"] > 0
+    assert counts["save_errors"] > 0
+    assert counts["finished"] > 40
+
+
+@pytest.mark.parametrize("settings", [{"transfer": "layerwise"}, {"save_within_step": True}])
+@pytest.mark.parametrize("kind", ["full", "full-v2", "full-async"])
+def test_other_ways_of_transfer(kind, settings, monkeypatch):
+    """Layer by layer, and within the step, everything holds as well."""
+    counts = walk(kind, monkeypatch, **settings)
+    assert counts["promised"] > 0
+    assert counts["load_errors"] == counts["save_errors"] == 0
+
+
+# -- Negative controls: each of these protections is needed --------------------------------------------------------
+
+
+def assert_noticed(kind, monkeypatch, **options):
+    """Walk with several seeds, until the fault is noticed."""
+    with pytest.raises((SimulationError, AssertionError, ValueError)):
+        for seed in range(1, 9):
+            walk(kind, monkeypatch, seed=seed, faults=Faults(seed, late=0.8), **options)
+
+
+def test_control_saves_must_be_waited_for(monkeypatch):
+    """Without waiting for saves of blocks that a step overwrites, wrong KV is stored, and noticed."""
+    monkeypatch.setattr(Transfers, "reading", lambda self, block_ids: set())
+    monkeypatch.setattr(Type2Worker, "_scatter", scatter_without_waiting)
+    assert_noticed("full", monkeypatch)
+
+
+def scatter_without_waiting(self, part, before):
+    return lambda: self._paged.caches[part.group].scatter(self._slab, part.slots, part.block_ids, hold=False)
+
+
+def test_control_the_second_runner_overwrites_early(monkeypatch):
+    """On the second runner, which zeroes state before it tells the connector, saves must end within their step."""
+    inner = Type2Worker.__init__
+    monkeypatch.setattr(
+        Type2Worker, "__init__", lambda self, *args, **kwargs: inner(self, *args, **kwargs | {"zeroes_early": False})
+    )
+    assert_noticed("state-v2", monkeypatch)
+
+
+def test_control_promises_must_be_pinned(monkeypatch):
+    """If what is promised isn't pinned until it is loaded, it is evicted, and wrong KV is loaded."""
+    inner = Transfers.start_load
+
+    def start_load(self, request_id, refs):
+        self._store.unpin(refs)
+        return inner(self, request_id, ())
+
+    monkeypatch.setattr(Transfers, "start_load", start_load)
+    monkeypatch.setattr(Walk, "check", lambda self: None)
+    assert_noticed("full", monkeypatch, l1_size_per_rank="12KiB")
+
+
+def test_control_keys_must_tell_tenants_apart(monkeypatch):
+    """If keys were those of other tokens, the walk would notice."""
+    inner = Type2Scheduler._has_keys
+
+    def has_keys(self, tracked):
+        usable = inner(self, tracked)
+        if usable:
+            for keys in tracked.keys.by_group:
+                keys[:] = [b"%d" % position for position in range(len(keys))]
+        return usable
+
+    monkeypatch.setattr(Type2Scheduler, "_has_keys", has_keys)
+    assert_noticed("full", monkeypatch)

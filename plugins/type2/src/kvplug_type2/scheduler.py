@@ -372,6 +372,7 @@ class Type2Scheduler:
         for _, blocks, _ in compat.cached_requests(scheduler_output):
             for table in blocks or ():
                 yield from table
+        yield from compat.overwritten_blocks(scheduler_output)
 
     # -- Ends --------------------------------------------------------------------------------------------------------
 
