@@ -38,6 +38,7 @@ KINDS = {
     "state": {"groups": STATE},
     "state-v2": {"groups": STATE, "runner": "v2"},
     "state-async": {"groups": STATE, "asynchronous": True},
+    "state-async-v2": {"groups": STATE, "asynchronous": True, "runner": "v2"},
     "unequal-blocks": {"groups": UNEQUAL},
     "partial-hits": {"groups": STATE, "prefix_match_unit": 4},
     "state-in-every-block": {"groups": (GroupSpec(), GroupSpec(kind="mamba", layers=2, mamba_mode="all"))},
@@ -140,7 +141,7 @@ def test_control_saves_must_be_waited_for(monkeypatch):
 
 
 def scatter_without_waiting(self, part, before):
-    return lambda: self._paged.caches[part.group].scatter(self._slab, part.slots, part.block_ids, hold=False)
+    return lambda: self._paged_to_load.caches[part.group].scatter(self._slab, part.slots, part.block_ids, hold=False)
 
 
 def test_control_the_second_runner_overwrites_early(monkeypatch):

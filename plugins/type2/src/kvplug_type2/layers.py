@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvplug.paged import Transfer
+    from kvplug.paged import PagedCache, Transfer
     from kvplug.paged.background import Background
     from kvplug.paged.groups import PagedGroups
     from kvplug.store import Slab
@@ -21,13 +21,14 @@ class Layers:
 
     Args:
         paged: The paged cache.
+        to_load: The same, for loads.
         slab: The memory.
 
     """
 
-    def __init__(self, paged: PagedGroups, slab: Slab) -> None:
-        (cache,) = paged.caches
-        self._caches = {layer.name: cache.of_layers([layer.name]) for layer in cache.layers}
+    def __init__(self, paged: PagedGroups, to_load: PagedGroups, slab: Slab) -> None:
+        self._caches = _by_layer(paged)
+        self._to_load = _by_layer(to_load)
         self._slab = slab
         self._loading: dict[str, list[Transfer]] = {}
         self._saved: dict[int, list[Transfer]] = {}
@@ -35,7 +36,7 @@ class Layers:
 
     def start_loads(self, background: Background, parts: Sequence[Part], started: list[Transfer]) -> None:
         """Start loading, first layer first, and append the transfers to those that were started."""
-        for name, cache in self._caches.items():
+        for name, cache in self._to_load.items():
             for part in parts:
                 copy = partial(cache.scatter, self._slab, part.slots, part.block_ids, hold=False)
                 transfer = background.start(copy)
@@ -75,3 +76,8 @@ class Layers:
             self.wait_for(name)
         self._saved_layers.clear()
         self._saved.clear()
+
+
+def _by_layer(paged: PagedGroups) -> dict[str, PagedCache]:
+    (cache,) = paged.caches
+    return {layer.name: cache.of_layers([layer.name]) for layer in cache.layers}

@@ -55,11 +55,13 @@ class Lookups:
         # One token must be left to compute. A synchronous promise leaves it; after an asynchronous one vLLM computes
         # the last token again, which can't be done with recurrent state: that has the token in it already.
         self._left = 0 if self._asynchronous and not any(group.kind == "state" for group in groups) else 1
-        self._parked: set[str] = set()
+        # Requests that are held back, and until when.
+        self._parked: dict[str, float] = {}
 
     @property
     def num_parked(self) -> int:
         """Requests that are held back now."""
+        self._let_go()
         return len(self._parked)
 
     def match(self, tracked: Tracked, num_local_tokens: int) -> tuple[int | None, bool]:
@@ -84,14 +86,14 @@ class Lookups:
             if self._may_wait(tracked):
                 return None, False
             tokens = num_local_tokens
-        self._parked.discard(tracked.request_id)
+        self._parked.pop(tracked.request_id, None)
         if tokens <= num_local_tokens:
             return 0, False
         return tokens - num_local_tokens, self._asynchronous
 
     def forget(self, tracked: Tracked) -> None:
         """Give back what a request has pinned, and let it wait no more."""
-        self._parked.discard(tracked.request_id)
+        self._parked.pop(tracked.request_id, None)
         tracked.wait = None
         if tracked.hit is not None:
             self.finder.release(tracked.hit)
@@ -133,7 +135,14 @@ class Lookups:
         return Wait(until, last_stage=last_stage, tokens_before=tokens)
 
     def _has_room(self) -> bool:
+        self._let_go()
         return len(self._parked) < self._settings.max_parked_requests
+
+    def _let_go(self) -> None:
+        """Forget those whose time is up: vLLM may not have asked again."""
+        now = time.monotonic()
+        for request_id in [request_id for request_id, until in self._parked.items() if until <= now]:
+            del self._parked[request_id]
 
     def _may_wait(self, tracked: Tracked) -> bool:
         """Say whether a request may be held back once more, and note that it is."""
@@ -141,11 +150,12 @@ class Lookups:
             if not self._has_room():
                 return False
             tracked.wait = self._new_wait(tracked.num_local_tokens, last_stage=True)
-        if time.monotonic() < tracked.wait.until:
-            self._parked.add(tracked.request_id)
+        wait = tracked.wait
+        if time.monotonic() < wait.until:
+            self._parked[tracked.request_id] = wait.until
             return True
-        if tracked.request_id in self._parked:
-            self._parked.discard(tracked.request_id)
+        if not wait.timed_out:
+            wait.timed_out = True
             self._stats.add("l2_load_timeouts")
         return False
 

@@ -37,6 +37,9 @@ def refuse_what_cannot_work(
             f"{name} needs vLLM 0.18.1 or newer, where workers can tell the scheduler what became of a transfer, and "
             f"this is {compat.vllm_version()}: update vLLM, or use Type1Connector."
         )
+    role_in_transfer = vllm_config.kv_transfer_config.kv_role
+    if role_in_transfer != "kv_both":
+        raise UnsupportedError(f"{name} both saves and loads: set kv_role to kv_both instead of {role_in_transfer}.")
     if split := [kind for kind in compat.split_dimensions(vllm_config) if "context" in kind]:
         raise UnsupportedError(
             f"{name} can't store blocks whose tokens are spread over ranks, as under {' and '.join(split)}: leave that "

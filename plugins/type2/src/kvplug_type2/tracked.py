@@ -25,6 +25,8 @@ class Wait:
     last_stage: bool = False
     #: Tokens that L1 or vLLM's cache had before.
     tokens_before: int = 0
+    #: Whether its time was up once.
+    timed_out: bool = False
 
 
 @dataclass

@@ -67,6 +67,7 @@ class Type2Worker:
         self._layerwise = settings.transfer == "layerwise"
         self._within_step = settings.save_within_step or zeroes_early
         self._paged: PagedGroups | None = None
+        self._paged_to_load: PagedGroups | None = None
         self._slab: Slab | None = None
         self._executor: Executor | None = None
         self._progress = Progress()
@@ -102,6 +103,8 @@ class Type2Worker:
         if self._slab is not None:
             raise compat.two_engines("Type2Connector")
         paged = self._paged = PagedGroups.from_kv_caches(kv_caches, self._groups, num_blocks=self._num_blocks)
+        # On a GPU, a cache has a stream and a staging buffer: loads don't queue behind saves.
+        self._paged_to_load = PagedGroups.from_kv_caches(kv_caches, self._groups, num_blocks=self._num_blocks)
         on_device = any(tensor.is_cuda for tensor in kv_caches.values())
         header_bytes = HEADER_BYTES if self._settings.tiers else 0
         num_slots = slots_within(self._settings.l1_size_per_rank, paged.slot_bytes, header_bytes)
@@ -121,7 +124,7 @@ class Type2Worker:
         background = partial(Background, threaded=not on_device, notify=self._progress.notify)
         self._reading, self._writing = background(name="kvplug-load"), background(name="kvplug-save")
         if self._layerwise:
-            self._layers = Layers(paged, slab)
+            self._layers = Layers(paged, self._paged_to_load, slab)
         try:
             start_clients(clients, required=self._settings.l2_required)
         except BaseException:
@@ -206,9 +209,9 @@ class Type2Worker:
             running.error = error
 
     def _scatter(self, part: Part, before: Sequence[Running]) -> Callable[[], Transfer]:
-        assert self._paged is not None
+        assert self._paged_to_load is not None
         assert self._slab is not None
-        cache, slab = self._paged.caches[part.group], self._slab
+        cache, slab = self._paged_to_load.caches[part.group], self._slab
         transfers = [transfer for save in before for transfer in save.transfers]
 
         def copy() -> Transfer:
