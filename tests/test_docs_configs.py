@@ -51,7 +51,8 @@ def make_connectors(*, model, samples):
     load_general_plugins()
     importlib.import_module("vllm.v1.worker.gpu_model_runner")  # where the hook has to be live
     # A page may show a size that this machine doesn't have.
-    importlib.import_module("kvplug_type1.connector").check_memory = lambda *_args, **_kwargs: None
+    for connector in ("kvplug_type1.connector", "kvplug_type2.connector"):
+        importlib.import_module(connector).check_memory = lambda *_args, **_kwargs: None
     sys.path.append(str(ROOT / "examples" / "hostcache" / "src"))
     KVConnectorFactory.register_connector("HostCacheConnector", "hostcache.connector", "HostCacheConnector")
     problems = {name: problem_with(sample, model) for name, sample in samples}
@@ -81,7 +82,7 @@ def problem_with(sample, model):
 def test_the_pages_are_found():
     """There are samples to check, and text that only looks like one is refused."""
     found = [sample for page in PAGES for sample in samples_of(page.read_text())]
-    assert {sample["kv_connector"] for sample in found} >= {"Type1Connector", "HostCacheConnector"}
+    assert {sample["kv_connector"] for sample in found} >= {"Type1Connector", "Type2Connector", "HostCacheConnector"}
     with pytest.raises(ValueError, match="isn't JSON"):
         samples_of("""--kv-transfer-config '{"kv_connector": "X",}'""")
     nested = '{"kv_connector": "M", "kv_connector_extra_config": {"connectors": [{"kv_connector": "X"}]}}'

@@ -88,8 +88,8 @@ def test_memory_alone(kind, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["full", "mixed", "state", "two-ranks", "full-async"])
-def test_with_an_unreliable_tier(kind, monkeypatch):
-    """An L2 tier that is late, forgets, and errs costs hits and nothing else; what it has is fetched and used."""
+def test_a10_with_an_unreliable_tier(kind, monkeypatch):
+    """A10: an L2 tier that is late, forgets, and errs costs hits and nothing else; what it has is fetched and used."""
     counts = walk(kind, monkeypatch, l2="random", l2_load_timeout=0.02, max_parked_requests=3)
     assert counts["l2_blocks_written:random"] > 0
     assert counts["l2_blocks_read:random"] > 0
@@ -106,8 +106,8 @@ def test_write_policies(policy, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["full", "mixed", "state", "two-ranks"])
-def test_copies_that_fail(kind, monkeypatch):
-    """Loads that fail are computed, saves that fail are missing later: no request ends otherwise than it should."""
+def test_a8_copies_that_fail(kind, monkeypatch):
+    """A8: loads that fail are computed, saves that fail are missing later: no request ends otherwise than it should."""
     counts = walk(kind, monkeypatch, faults=Faults(1, copy_errors=0.05), policy="recompute")
     assert counts["load_errors"] > 0
     assert counts["save_errors"] > 0
