@@ -61,17 +61,15 @@ def refuse_what_cannot_work(
 
 
 def _refuse_groups(vllm_config: Any, groups: Sequence[KVGroup], settings: Type2Settings, name: str) -> None:
-    if len(groups) > 1 and not compat.reports_failed_loads():
-        raise UnsupportedError(
-            f"{name} supports models with several KV-cache groups (this one has {len(groups)}) from vLLM 0.30 on, "
-            "where a failed load of theirs can be reported: update vLLM, or leave out "
-            "--no-disable-hybrid-kv-cache-manager."
-        )
-    if len(groups) > 1 and settings.transfer == "layerwise":
-        raise UnsupportedError(
-            f"{name} can't load layer by layer for models with several KV-cache groups (this one has {len(groups)}): "
-            "set transfer to between_steps."
-        )
+    if [group.kind for group in groups] != ["full"]:
+        what = f"{name} supports models with more than full attention (this one has {_kinds(groups)})"
+        if not compat.reports_failed_loads():
+            raise UnsupportedError(
+                f"{what} from vLLM 0.30 on, where a failed load of theirs can be reported: update vLLM, or leave out "
+                "--no-disable-hybrid-kv-cache-manager."
+            )
+        if settings.transfer == "layerwise":
+            raise UnsupportedError(f"{what} only if they aren't loaded layer by layer: set transfer to between_steps.")
     if not any(group.kind == "state" for group in groups):
         return
     if not vllm_config.cache_config.enable_prefix_caching:
@@ -84,3 +82,8 @@ def _refuse_groups(vllm_config: Any, groups: Sequence[KVGroup], settings: Type2S
             f"{name} can't tell which blocks hold recurrent state under speculative decoding: leave that out, or the "
             "connector."
         )
+
+
+def _kinds(groups: Sequence[KVGroup]) -> str:
+    words = {"full": "full attention", "window": "a sliding window", "chunk": "chunked attention", "state": "state"}
+    return ", ".join(words[group.kind] for group in groups)

@@ -64,6 +64,8 @@ class Type2Worker:
         self._num_blocks = num_blocks
         self._shard = shard
         self._rank = rank
+        # Told of a block, vLLM computes from there on. It can't if blocks before aren't kept, or if there are others.
+        self._fails_by_block = [group.kind for group in groups] == ["full"]
         self._layerwise = settings.transfer == "layerwise"
         self._within_step = settings.save_within_step or zeroes_early
         self._paged: PagedGroups | None = None
@@ -299,10 +301,10 @@ class Type2Worker:
                 self._finished.add(load.request_id)
             if load.error is None:
                 self._count(load, "blocks_loaded", "loaded_bytes")
-            elif len(self._groups) > 1:
-                self._failed.add(load.request_id)
-            else:
+            elif self._fails_by_block:
                 self._failed_blocks |= load.block_ids
+            else:
+                self._failed.add(load.request_id)
         for save in self._settle(self._saves, self._ended_saves, "save"):
             if save.error is None:
                 self._count(save, "blocks_saved", "saved_bytes")
@@ -336,7 +338,7 @@ class Type2Worker:
     def take_finished(self) -> tuple[set[str], set[str]]:
         """Return the requests whose asynchronous loads have ended, and those of them that failed, once.
 
-        The latter only where vLLM can't be told by block ids: where there are several KV-cache groups.
+        The latter only where vLLM can't be told by block ids: where there is more than full attention.
         """
         finished, self._finished = self._finished, set()
         failed, self._failed = self._failed, set()
