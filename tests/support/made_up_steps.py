@@ -1,4 +1,4 @@
-"""Requests and steps of a made-up scheduler, with the fields of vLLM's classes that connectors' scheduler halves read."""
+"""Requests and steps of a made-up scheduler, with the fields of vLLM's classes that scheduler halves read."""
 
 from __future__ import annotations
 
@@ -76,5 +76,5 @@ def output(
 def by_group(table: Table) -> tuple[list[int], ...]:
     """Return a table as vLLM has it: a list of block ids for each KV-cache group."""
     if isinstance(table, tuple) and table and not isinstance(table[0], int):
-        return tuple(list(blocks) for blocks in table)  # type: ignore[arg-type]
-    return (list(table),)  # type: ignore[arg-type]
+        return tuple(list(blocks) for blocks in table)
+    return (list(table),)
