@@ -52,7 +52,7 @@ def test_every_case_is_tried_and_every_id_is_explained():
 
 
 def test_the_page_has_all_cases_of_connectors():
-    """Each case of loads, hits, blocks, keys, layouts, vLLM's interface and stores is on the page, as one that is tried."""
+    """Each case of connectors and their stores is on the page, as one that is tried."""
     for section, numbers in SECTIONS.items():
         listed = {case for case in ids(tried) if case.startswith(section)}
         assert listed == {f"{section}{number}" for number in numbers}

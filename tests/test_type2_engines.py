@@ -114,7 +114,7 @@ def test_b13_chunked_prefill(runner, way):
 
 @pytest.mark.parametrize(("runner", "way"), [("v1", "between_steps"), ("v1", "layerwise"), ("v2", "between_steps")])
 def test_many_at_once_with_evictions(runner, way):
-    """C13, C14, B6: many requests with shared prefixes over an L1 of a few blocks: what is evicted or refused is a miss."""
+    """C13, C14, B6: many requests with shared prefixes over a small L1: what is evicted or refused is a miss."""
     rng = random.Random(4)
     stems = [prompt(n, seed=n) for n in (64, 96, 150)]
     prompts = [rng.choice(stems) + prompt(rng.randrange(1, 90), seed=i) for i in range(24 if runner == "v1" else 8)]

@@ -24,7 +24,8 @@ PROMPT = [(11 * i + 5) % 256 for i in range(300)]
 
 FIND_PACKAGES = """
 import importlib.util, json, sys
-print(json.dumps({name: importlib.util.find_spec(name).origin for name in sys.argv[1:]}))
+specs = {name: importlib.util.find_spec(name) for name in sys.argv[1:]}
+print(json.dumps({name: spec and spec.origin for name, spec in specs.items()}))
 """
 
 
@@ -35,12 +36,28 @@ def wheels(tmp_path_factory):
     return folder
 
 
+def _environment(name, tmp_path_factory, wheels):
+    environment = FreshEnvironment.make(tmp_path_factory.mktemp(name) / "env")
+    environment.install(name, wheels)
+    return environment
+
+
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory, wheels):
     """Return an environment into which only kvplug-type1 was installed by name."""
-    environment = FreshEnvironment.make(tmp_path_factory.mktemp("fresh") / "env")
-    environment.install("kvplug-type1", wheels)
-    return environment
+    return _environment("kvplug-type1", tmp_path_factory, wheels)
+
+
+@pytest.fixture(scope="module")
+def fresh_type2(tmp_path_factory, wheels):
+    """Return an environment into which only kvplug-type2 was installed by name."""
+    return _environment("kvplug-type2", tmp_path_factory, wheels)
+
+
+@pytest.fixture(params=["Type1", "Type2"])
+def installed(request):
+    """Return the beginning of a connector's name, and the environment that has it."""
+    return request.param, request.getfixturevalue("fresh" if request.param == "Type1" else "fresh_type2")
 
 
 def test_there_is_a_wheel_for_each_member(wheels):
@@ -71,24 +88,29 @@ def test_a_wheel_has_its_package_and_nothing_else(wheels, package):
     assert metadata["License-Expression"] == "Apache-2.0"
 
 
-def test_the_environment_has_only_what_was_installed(fresh, wheels):
-    """Packages come from the wheels, not from this tree: the links to vLLM bring no editable install along."""
-    origins = fresh.ask(FIND_PACKAGES, "kvplug", "kvplug_hooks", "kvplug_type1")
-    for name, origin in origins.items():
-        assert origin.startswith(str(fresh.folder / "lib")), f"{name} comes from {origin}"
+def test_the_environment_has_only_what_was_installed(installed):
+    """Packages come from the wheels, not from this tree; type1 brings the hooks along, and type2 needs none."""
+    name, environment = installed
+    needed = {"kvplug", f"kvplug_{name.lower()}", *({"kvplug_hooks"} if name == "Type1" else ())}
+    origins = environment.ask(FIND_PACKAGES, *sorted(WORKSPACE.packages()))
+    assert {package for package, origin in origins.items() if origin} == needed
+    for package in needed:
+        assert origins[package].startswith(str(environment.folder / "lib")), f"{package} is from {origins[package]}"
 
 
-def test_g9_the_connector_is_listed(fresh):
+def test_g9_the_connector_is_listed(installed):
     """After one install, `kvplug list` in a new process shows the connector and where it is from."""
-    listed = {one["name"]: one for one in json.loads(fresh.command("kvplug", "list", "--json"))["connectors"]}
-    assert listed["Type1Connector"]["distribution"] == "kvplug-type1"
-    assert listed["Type1Connector"]["editable"] is False
-    assert "AIBrixOffloadingConnectorV1Type1" in listed
+    name, environment = installed
+    listed = {one["name"]: one for one in json.loads(environment.command("kvplug", "list", "--json"))["connectors"]}
+    assert listed.keys() == {f"{name}Connector", f"AIBrixOffloadingConnectorV1{name}"}
+    for one in listed.values():
+        assert one["distribution"] == f"kvplug-{name.lower()}"
+        assert one["editable"] is False
+        assert one["needs_hook"] is (name == "Type1")
 
 
-def _check_reuse(server: Server) -> None:
+def _check_reuse(server: Server, loaded: str = "vllm:kvplug_tokens_loaded_total") -> None:
     """Demand that a prompt that vLLM has forgotten gets the same answer again, from blocks that the connector kept."""
-    loaded = "vllm:kvplug_tokens_loaded_total"
     first = server.complete(PROMPT, return_token_ids=True)
     assert server.metric(loaded) == 0
     server.post("/reset_prefix_cache")
@@ -121,8 +143,10 @@ def test_h6_the_connector_serves_from_patched_files(fresh, models):
 
 
 @pytest.mark.engine
-def test_the_connector_serves_by_its_name(fresh, models):
+def test_the_connector_serves_by_its_name(installed, models):
     """A stock server takes the connector by name alone, with no module path, and serves."""
-    connector = {"kv_connector": "Type1Connector", "kv_role": "kv_both"}
-    with serve(models("llama"), connector=connector, python=fresh.python) as server:
-        _check_reuse(server)
+    name, environment = installed
+    connector = {"kv_connector": f"{name}Connector", "kv_role": "kv_both"}
+    counters = {"Type1": "vllm:kvplug_tokens_loaded_total", "Type2": "vllm:external_prefix_cache_hits_total"}
+    with serve(models("llama"), connector=connector, python=environment.python) as server:
+        _check_reuse(server, counters[name])
