@@ -5,6 +5,7 @@ It owns the bookkeeping of host memory. Whatever it promises is pinned there unt
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from kvplug_type2.settings import Type2Settings
 
 __all__ = ["Type2Scheduler"]
+
+#: More tokens than any request has.
+_NEVER = sys.maxsize
 
 
 class _Slots:
@@ -91,6 +95,9 @@ class Type2Scheduler:
         self._provenance = Provenance(steps_in_flight)
         self._tables = BlockTables()
         self._tracked: dict[str, Tracked] = {}
+        # By request, tokens before which there is nothing to save. Hundreds of requests that decode are told apart by
+        # this alone: looking at each one would cost more than all else in a step.
+        self._save_from: dict[str, int] = {}
         self._slots: _Slots | None = None
         self._new_loads: list[Load] = []
         self._down: dict[int, frozenset[str]] = {}
@@ -192,6 +199,7 @@ class Type2Scheduler:
                 self._forget(tracked)
             tracked = Tracked(request, self._keys.start(request), self._planner.start())
             self._tracked[request.request_id] = tracked
+            self._save_from[request.request_id] = 0
         return tracked
 
     def _has_keys(self, tracked: Tracked) -> bool:
@@ -291,7 +299,12 @@ class Type2Scheduler:
         # What saves of this step read isn't overwritten by it.
         overwritten = self._slots.transfers.reading(self._written_blocks(scheduler_output))
         loads, self._new_loads = tuple(self._new_loads), []
+        allocator = self.store.allocator
+        evicted, refused = allocator.evictions, allocator.refused
         saves = tuple(self._saves(scheduler_output, starting))
+        if saves or refused != allocator.refused:
+            self.stats.add("blocks_evicted", allocator.evictions - evicted)
+            self.stats.add("saves_refused", allocator.refused - refused)
         return Type2Metadata(
             loads=loads,
             saves=saves,
@@ -313,25 +326,28 @@ class Type2Scheduler:
                 known = tracked.num_local_tokens + tracked.num_promised_tokens + self._planner.alignment
                 foreign.append((request_id, may_load and computed >= known))
                 tracked.progress = self._planner.start()
+                self._save_from[request_id] = 0
                 tracked.num_promised_tokens = tracked.num_fetched_tokens = 0
                 self.admission.ended(request_id)
         self._provenance.start_step(foreign)
 
     def _saves(self, scheduler_output: Any, starting: set[str]) -> Iterator[Save]:
         drafts = scheduler_output.scheduled_spec_decode_tokens
+        save_from = self._save_from
         for request_id, computed, scheduled in compat.scheduled_requests(scheduler_output):
-            tracked = self._tracked.get(request_id)
-            if tracked is None:
-                continue
+            if computed + scheduled < save_from.get(request_id, _NEVER):
+                continue  # the common case: a decode step that fills no block
+            tracked = self._tracked[request_id]
             # A token that isn't known yet (asynchronous scheduling) or isn't accepted yet (speculative decoding) isn't
             # in the request's list, and nothing from its position on is usable.
             known = min(computed + scheduled, len(tracked.request.all_token_ids))
             if known < tracked.progress.next_tokens or request_id not in self._tables:
-                continue  # the common case: a decode step that fills no block
+                continue
             if not self._provenance.may_save(request_id) or not self._has_keys(tracked):
                 continue
             exact = known == computed + scheduled and request_id not in drafts
             planned = self._planner.plan(tracked.progress, computed, known, exact=exact, starts=request_id in starting)
+            save_from[request_id] = tracked.progress.next_tokens
             if (save := self._save(tracked, planned)) is not None:
                 yield save
 
@@ -342,8 +358,6 @@ class Type2Scheduler:
         tables = self._tables.block_ids(tracked.request_id)
         parts: list[Part] = []
         refs: list[SlotRef] = []
-        allocator = self.store.allocator
-        evicted, refused = allocator.evictions, allocator.refused
         for group, first, end in planned:
             pairs = [
                 (key, block)
@@ -356,8 +370,6 @@ class Type2Scheduler:
                 blocks, slots = zip(*chosen, strict=True)
                 refs += slots
                 parts.append(Part(group, blocks, tuple(ref.slot for ref in slots)))
-        self.stats.add("blocks_evicted", allocator.evictions - evicted)
-        self.stats.add("saves_refused", allocator.refused - refused)
         if not parts:
             return None
         block_ids = frozenset(block for part in parts for block in part.block_ids)
@@ -380,7 +392,7 @@ class Type2Scheduler:
         """Forget a request that finished, was aborted, or was never scheduled. Its transfers go on by themselves."""
         tracked = self._tracked.get(request.request_id)
         if tracked is not None and tracked.request is request:
-            del self._tracked[request.request_id]
+            del self._tracked[request.request_id], self._save_from[request.request_id]
             self._forget(tracked)
 
     def _forget(self, tracked: Tracked) -> None:
