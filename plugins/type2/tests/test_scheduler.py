@@ -264,7 +264,7 @@ def test_an_id_is_used_again_by_another_request(half):
 
 
 def test_two_requests_load_the_same_blocks(half):
-    """Each load has pins of its own, and the first one's end leaves the other's."""
+    """I11: nobody waits for another's load: each has pins of its own, and the first one's end leaves the other's."""
     one = half.load(Request("a", PROMPT), [11, 12, 13, 14, 15])
     two = half.load(Request("b", PROMPT), [16, 17, 18, 19, 20])
     assert one.parts[0].slots == two.parts[0].slots
@@ -626,7 +626,7 @@ def answer(half, commands, *there, ranks=None):
 
 
 def test_what_only_l2_has_is_fetched_while_the_request_waits():
-    """Looked up, read into slots, and then promised: a command each, and sources say where it came from."""
+    """I12: looked up, read into slots, then promised, by commands to the workers: the scheduler waits for nothing."""
     half = with_l2()
     request = Request("a", PROMPT)
     assert half.ask(request) == (None, False)
