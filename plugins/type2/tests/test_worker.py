@@ -230,7 +230,7 @@ def test_c1_without_overwritten_blocks_nobody_waits(engine, copies):
 
 
 def test_c1_a_load_into_a_block_that_is_being_saved_waits(engine, copies):
-    """C1: a block is given away to a request that loads: the load comes after the save, and doesn't hold the step up."""
+    """C1: a block is given away to a request that loads: the load comes after the save; the step isn't held up."""
     engine.write(b3=30)
     with copies.held("gather"):
         engine.step(Type2Metadata(saves=(save(1, [3], [5]),)))
@@ -274,7 +274,7 @@ def test_saves_within_the_step(options, copies):
 
 
 def test_begin_may_come_several_times_a_step(engine, monkeypatch):
-    """vLLM's call, the hook's and the binding of metadata all lead there: commands are carried out once."""
+    """The hook, vLLM's call and the binding of metadata all lead there: commands are carried out once."""
     executed = []
     monkeypatch.setattr(engine.worker._executor, "execute", lambda *arguments: executed.append(arguments))
     metadata = Type2Metadata()
@@ -289,7 +289,7 @@ def test_begin_may_come_several_times_a_step(engine, monkeypatch):
 
 @pytest.mark.parametrize("error", [OSError(5, "EIO"), MemoryError(), RuntimeError("device")])
 def test_a2_a6_a_failed_load_of_one_group_names_its_blocks_once(engine, copies, error):
-    """A2, A6: whatever a copy raises, exactly that load's blocks are reported, once; another load of the step is right."""
+    """A2, A6: whatever a copy raises, exactly that load's blocks are reported, once; the next load is right."""
     copies.errors["scatter"] = error
     engine.step(Type2Metadata(loads=(load(1, [5, 6], [0, 1], name="bad"),)))
     assert engine.until("loads", 1) == (1, True)
@@ -360,7 +360,7 @@ def test_a_load_after_a_failed_save_of_its_block(engine, copies):
 
 
 def test_c14_metadata_names_each_steps_requests_only(engine):
-    """C14: requests of an earlier step needn't be in the next one's metadata; what is left of them ends all the same."""
+    """C14: requests of an earlier step needn't be in the next one's metadata; what is left of them ends."""
     engine.write(b3=30, b4=40)
     engine.step(Type2Metadata(saves=(save(1, [3], [5], name="a"), save(2, [4], [6], name="b"))))
     engine.step(Type2Metadata(saves=(save(3, [4], [7], name="b"),)))
@@ -509,7 +509,7 @@ def shared(monkeypatch):
 
 def test_commands_are_carried_out_and_answered_once(shared):
     """Put, exists and get of slots: what a slot held comes back in another."""
-    engine, tier = shared
+    engine, _ = shared
     engine.write(b1=10)
     engine.step(Type2Metadata(saves=(save(1, [1], [0]),)))
     engine.until("saves", 1)
@@ -613,7 +613,7 @@ def test_close_waits_for_what_is_under_way(engine, copies):
 
 
 def test_a_second_engine_in_the_process_is_refused(engine):
-    """vLLM gives it the first one's connector."""
+    """Both would have the first one's connector."""
     from kvplug.errors import UnsupportedError
 
     with pytest.raises(UnsupportedError, match="two engines in one process"):
@@ -621,7 +621,7 @@ def test_a_second_engine_in_the_process_is_refused(engine):
 
 
 def test_an_idle_step_waits_a_moment(engine, copies, monkeypatch):
-    """Nothing is computed: the step waits for something to end, so that an idle engine doesn't spin; else it doesn't."""
+    """Nothing is computed: the step waits for something to end, so that an idle engine doesn't spin."""
     waited = []
     monkeypatch.setattr(engine.worker._progress, "wait", waited.append)
     engine.step(Type2Metadata(idle=True))
