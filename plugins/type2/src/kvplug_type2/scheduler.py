@@ -334,9 +334,13 @@ class Type2Scheduler:
     def _saves(self, scheduler_output: Any, starting: set[str]) -> Iterator[Save]:
         drafts = scheduler_output.scheduled_spec_decode_tokens
         save_from = self._save_from
-        for request_id, computed, scheduled in compat.scheduled_requests(scheduler_output):
-            if computed + scheduled < save_from.get(request_id, _NEVER):
-                continue  # the common case: a decode step that fills no block
+        # The common case is a decode step that fills no block.
+        due = [
+            (request_id, computed, scheduled)
+            for request_id, computed, scheduled in compat.scheduled_requests(scheduler_output)
+            if computed + scheduled >= save_from.get(request_id, _NEVER)
+        ]
+        for request_id, computed, scheduled in due:
             tracked = self._tracked[request_id]
             # A token that isn't known yet (asynchronous scheduling) or isn't accepted yet (speculative decoding) isn't
             # in the request's list, and nothing from its position on is usable.
@@ -359,20 +363,20 @@ class Type2Scheduler:
         parts: list[Part] = []
         refs: list[SlotRef] = []
         for group, first, end in planned:
-            pairs = [
-                (key, block)
-                for key, block in zip(tracked.keys.by_group[group][first:end], tables[group][first:end], strict=False)
-                if block != 0
-            ]
-            reserved = self.store.reserve([key for key, _ in pairs])
-            chosen = [(block, ref) for (_, block), ref in zip(pairs, reserved, strict=True) if ref is not None]
-            if chosen:
-                blocks, slots = zip(*chosen, strict=True)
+            keys, blocks = tracked.keys.by_group[group][first:end], tables[group][first:end]
+            if 0 in blocks or len(keys) != len(blocks):
+                pairs = [(key, block) for key, block in zip(keys, blocks, strict=False) if block != 0]
+                keys, blocks = [key for key, _ in pairs], [block for _, block in pairs]
+            reserved = self.store.reserve(keys)
+            if None in reserved:
+                blocks = [block for block, ref in zip(blocks, reserved, strict=True) if ref is not None]
+            slots = [ref for ref in reserved if ref is not None]
+            if slots:
                 refs += slots
-                parts.append(Part(group, blocks, tuple(ref.slot for ref in slots)))
+                parts.append(Part(group, tuple(blocks), tuple([ref.slot for ref in slots])))
         if not parts:
             return None
-        block_ids = frozenset(block for part in parts for block in part.block_ids)
+        block_ids = frozenset(parts[0].block_ids).union(*[part.block_ids for part in parts[1:]])
         return Save(self._slots.transfers.start_save(block_ids, refs), tracked.request_id, tuple(parts))
 
     def _written_blocks(self, scheduler_output: Any) -> Iterator[int]:
@@ -382,8 +386,9 @@ class Type2Scheduler:
                 # What comes before is read, not written.
                 yield from table[request.num_computed_tokens // group.block_size :]
         for _, blocks, _ in compat.cached_requests(scheduler_output):
-            for table in blocks or ():
-                yield from table
+            if blocks is not None:
+                for table in blocks:
+                    yield from table
         yield from compat.overwritten_blocks(scheduler_output)
 
     # -- Ends --------------------------------------------------------------------------------------------------------

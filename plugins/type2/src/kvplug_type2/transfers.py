@@ -99,6 +99,7 @@ class Transfers:
 
     def saves_ended(self, reports: Mapping[int, tuple[int, bool]]) -> None:
         """Take in what ranks report of saves, as `loads_ended`. What all have saved can be found from now on."""
+        saved: list[SlotRef] = []
         for save in _ended(self._saves, reports):
             for block in save.block_ids:
                 # A later save may read it, too, and may be in the same report.
@@ -107,7 +108,9 @@ class Transfers:
             if save.failed:
                 self._store.abandon(save.refs)
             else:
-                self._store.publish(save.refs)
+                saved += save.refs
+        if saved:
+            self._store.publish(saved)
 
 
 def _ended(transfers: dict[int, _Transfer], reports: Mapping[int, tuple[int, bool]]) -> list[_Transfer]:
