@@ -25,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from kvplug.log import RateLimited, get_logger
 
-__all__ = ["METRICS", "ConnectorPromMetrics", "ConnectorStats", "Metric", "of_every_rank"]
+__all__ = ["METRICS", "ConnectorPromMetrics", "ConnectorStats", "Metric", "MetricsMixin", "of_every_rank"]
 
 logger = get_logger(__name__)
 _limited = RateLimited(logger)
@@ -249,6 +249,39 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             values = [*self._labelvalues[engine], own] if METRICS[name].label else self._labelvalues[engine]
             child = self._children[engine, key] = self._collectors[name].labels(*values)
         return child
+
+
+class MetricsMixin:
+    """What a connector of ours needs so that vLLM takes its stats: to be put before vLLM's base class."""
+
+    @staticmethod
+    def stats_of_rank(new: dict[str, Any], gauges: Mapping[str, float], rank: int) -> dict[str, Any]:
+        """Return what a worker reports: its counts and observations, and its gauges under its rank.
+
+        Args:
+            new: What is new since the last call, by name. Only the first rank reports what all ranks count alike.
+            gauges: What gauges are at, if that has changed.
+            rank: The worker's rank in its tensor-parallel group.
+
+        """
+        new = new | {name: {rank: value} for name, value in gauges.items()}
+        return new if rank == 0 else of_every_rank(new)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
+        """Rebuild stats that came from a worker; see vLLM's base class."""
+        return ConnectorStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[type, type],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> ConnectorPromMetrics:
+        """Register the metrics; see vLLM's base class."""
+        return ConnectorPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
 def _collector(name: str, metric: Metric, metric_types: dict[type, type], labelnames: list[str]) -> Any:

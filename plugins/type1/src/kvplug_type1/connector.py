@@ -13,7 +13,7 @@ from kvplug.errors import UnsupportedError
 from kvplug.kv_groups import KVGroup, kv_groups
 from kvplug.log import get_logger
 from kvplug.memory_budget import check_memory, ranks_on_host
-from kvplug.metrics import ConnectorPromMetrics, ConnectorStats, of_every_rank
+from kvplug.metrics import ConnectorStats, MetricsMixin
 from kvplug.namespace import namespace_fingerprint, shard_id
 from kvplug.store.settings import StoreSettings
 from kvplug_type1.metadata import Type1Metadata, Type1WorkerMetadata
@@ -28,7 +28,7 @@ __all__ = ["Type1Connector"]
 logger = get_logger(__name__)
 
 
-class Type1Connector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+class Type1Connector(MetricsMixin, KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Reuses KV from host memory and from L2 tiers beyond it, decided on the worker at load time.
 
     vLLM's scheduler plans every request as if nothing were stored. Right before a step, the hook loads what is there
@@ -193,28 +193,7 @@ class Type1Connector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 # The scheduler half isn't told, so the answer is counted here.
                 new["prefix_cache_hits"] = sum(report.skipped.values())
         gauges = self.worker.gauges()
-        if new or gauges:
-            rank = compat.tensor_parallel_rank()
-            new.update((name, {rank: value}) for name, value in gauges.items())
-            if rank > 0:
-                new = of_every_rank(new)
-        return new
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
-        """Rebuild stats that came from a worker; see vLLM's base class."""
-        return ConnectorStats(data=data or {})
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: Any,
-        metric_types: dict[type, type],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> ConnectorPromMetrics:
-        """Register the metrics; see vLLM's base class."""
-        return ConnectorPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        return self.stats_of_rank(new, gauges, compat.tensor_parallel_rank()) if new or gauges else {}
 
 
 def _attention_groups(kv_cache_config: Any, name: str) -> tuple[KVGroup, ...]:

@@ -15,7 +15,7 @@ from kvplug import compat
 from kvplug.kv_groups import kv_groups
 from kvplug.log import get_logger
 from kvplug.memory_budget import check_memory, ranks_on_host
-from kvplug.metrics import ConnectorPromMetrics, ConnectorStats, of_every_rank
+from kvplug.metrics import ConnectorStats, MetricsMixin
 from kvplug.namespace import namespace_fingerprint, shard_id
 from kvplug.preemption import PreemptionMixin
 from kvplug_type2.metadata import Type2Handshake, Type2Metadata, Type2WorkerMetadata, merge_slabs
@@ -34,7 +34,7 @@ __all__ = ["Type2Connector"]
 logger = get_logger(__name__)
 
 
-class Type2Connector(PreemptionMixin, KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+class Type2Connector(PreemptionMixin, MetricsMixin, KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Reuses KV from host memory and from L2 tiers beyond it, decided on the scheduler.
 
     Hits count in vLLM's own budget, admission and metrics. Only what is pinned in host memory is promised. Transfers
@@ -257,29 +257,6 @@ class Type2Connector(PreemptionMixin, KVConnectorBase_V1, SupportsHMA):  # type:
         new = self.scheduler.take_stats() if self._worker is None else self._of_worker(self._worker)
         return ConnectorStats(data=new) if new else None
 
-    @staticmethod
-    def _of_worker(worker: Type2Worker) -> dict[str, Any]:
-        new = worker.stats.take()
-        gauges = worker.gauges()
-        if new or gauges:
-            rank = compat.tensor_parallel_rank()
-            new.update((name, {rank: value}) for name, value in gauges.items())
-            if rank > 0:
-                new = of_every_rank(new)
-        return new
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
-        """Rebuild stats that came from a worker; see vLLM's base class."""
-        return ConnectorStats(data=data or {})
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: Any,
-        metric_types: dict[type, type],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> ConnectorPromMetrics:
-        """Register the metrics; see vLLM's base class."""
-        return ConnectorPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+    def _of_worker(self, worker: Type2Worker) -> dict[str, Any]:
+        new, gauges = worker.stats.take(), worker.gauges()
+        return self.stats_of_rank(new, gauges, compat.tensor_parallel_rank()) if new or gauges else {}
