@@ -73,12 +73,12 @@ def test_a_runner_imported_too_early(models):
     assert "before" in error
 
 
-def test_several_kv_cache_groups(models):
-    """A model with several KV-cache groups is refused when they are asked for, and served as one group otherwise."""
-    error = engines.run(refused, model=models("gemma3"), connector=TYPE1, disable_hybrid_kv_cache_manager=False)
+def test_e5_recurrent_state(models):
+    """E5: a model with recurrent state is refused, with where to go."""
+    error = engines.run(refused, model=models("qwen3_next"), connector=TYPE1, dtype="bfloat16", block_size=128)
     assert error is not None
-    assert "Type1Connector does not support HMA" in error
-    assert engines.run(refused, model=models("gemma3"), connector=TYPE1) is None
+    assert "UnsupportedError: Type1Connector can't load recurrent state" in error
+    assert "Type2Connector" in error
 
 
 def test_a_name_that_nobody_has(models):

@@ -157,8 +157,8 @@ def test_the_last_blocks_of_a_hit_are_not_used_for_draft_layers():
     assert engine.content("full", 23) == engine.content("sliding", 33) == [0]
 
 
-def test_a7_a_copy_that_fails_in_the_second_group(monkeypatch):
-    """The request computes, and the first group's slots stay pinned until its copy has ended."""
+def test_a3_a_copy_that_fails_in_the_second_group(monkeypatch):
+    """A3: the request computes, and the first group's slots stay pinned until its copy has ended."""
     engine = Engine()
     engine.compute(Request("a", range(9)), ([1, 2, 3], [11, 12, 13]))
     running = Running(engine.worker._caches[0], monkeypatch)

@@ -25,8 +25,8 @@ class BlockOrder:
 
     That a group with a sliding window needs only the blocks in the window to go on is of no use here. vLLM doesn't
     know that a step gets shorter. It has given all groups blocks for all of the step's tokens, and offers those blocks
-    to other requests as soon as the step is scheduled, shorter prefixes of the same tokens included. Each of them has
-    to hold what it would hold had it been computed. And ranks, or other hooks, may agree on less than this rank has
+    to other requests as soon as the step is scheduled (`cache_blocks`), shorter prefixes of the same tokens included.
+    Each of them has to hold what it would hold had it been computed. And ranks may agree on less than this one has
     loaded: whatever they agree on, the blocks in the window before it are there.
 
     Args:
