@@ -581,6 +581,33 @@ def test_i10_only_so_many_requests_wait(clock):
     assert half.ask(requests[3]) == (0, False)
 
 
+def test_i10_a_request_that_waits_again_needs_room(clock):
+    """I10: one that was told what there is, got no blocks, and would now wait for more, counts like any other."""
+    half = Half(max_parked_requests=1)
+    _, save = saving(half, tokens=range(9))
+    first, second = Request("w1", range(13)), Request("w2", range(13))
+    assert half.ask(first) == (None, False)
+    half.ended(saves=[save])
+    assert half.ask(first) == (8, True)
+    saving(half, name="t", tokens=range(13), blocks=(14, 15, 16, 17))
+    assert half.ask(second) == (None, False)
+    assert half.ask(first) == (8, True)
+    assert half.scheduler.num_parked == 1
+    half.scheduler.finish(second)
+    assert half.ask(first) == (None, False)
+
+
+def test_i10_requests_whose_time_is_up_make_room(clock):
+    """I10: vLLM may not ask again for long: who has waited long enough keeps nobody else from waiting."""
+    half = Half(max_parked_requests=1, l2_load_timeout=0.5)
+    saving(half, tokens=range(9))
+    assert half.ask(Request("w1", range(9))) == (None, False)
+    assert half.ask(Request("w2", range(9))) == (0, False)
+    clock.now += 0.6
+    assert half.scheduler.num_parked == 0
+    assert half.ask(Request("w3", range(9))) == (None, False)
+
+
 def test_nobody_waits_where_that_is_switched_off():
     """With 0 parked requests the answer is never None."""
     half = Half(max_parked_requests=0, tiers=(DictTier,))

@@ -146,18 +146,19 @@ class Lookups:
 
     def _may_wait(self, tracked: Tracked) -> bool:
         """Say whether a request may be held back once more, and note that it is."""
-        if tracked.wait is None:
-            if not self._has_room():
-                return False
-            tracked.wait = self._new_wait(tracked.num_local_tokens, last_stage=True)
         wait = tracked.wait
-        if time.monotonic() < wait.until:
-            self._parked[tracked.request_id] = wait.until
-            return True
-        if not wait.timed_out:
-            wait.timed_out = True
-            self._stats.add("l2_load_timeouts")
-        return False
+        if wait is not None and time.monotonic() >= wait.until:
+            if not wait.timed_out:
+                wait.timed_out = True
+                self._stats.add("l2_load_timeouts")
+            return False
+        # It may have been told before what there is, and got no blocks.
+        if tracked.request_id not in self._parked and not self._has_room():
+            return False
+        if wait is None:
+            wait = tracked.wait = self._new_wait(tracked.num_local_tokens, last_stage=True)
+        self._parked[tracked.request_id] = wait.until
+        return True
 
 
 def wants_all_computed(request: Any) -> bool:
