@@ -312,9 +312,10 @@ def test_a2_two_requests_with_the_same_bad_slot(engine, copies):
     assert sorted(engine.finished) == ["one", "two"]
 
 
-def test_a3_a_failed_load_of_several_groups_names_the_request(copies):
+@pytest.mark.parametrize("of", [groups("full", ("window", BLOCK, 8)), groups(("window", BLOCK, 8)), groups("state")])
+def test_a3_a_failed_load_of_other_than_full_attention_names_the_request(of, copies):
     """A3: block ids can't say it there; the request is reported as finished and as failed."""
-    engine = Engine(groups("full", ("window", BLOCK, 8)))
+    engine = Engine(of)
     copies.errors["scatter"] = OSError(5, "EIO")
     engine.worker.begin(metadata := Type2Metadata(loads=(load(1, [5], [0], name="bad"),)))
     engine.worker.load(metadata)
