@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Transfers"]
 
-#: Seconds after the last save for which an idle engine is kept stepping until it is done.
+#: Seconds after the last start of a transfer for which an idle engine is kept stepping until all have ended.
 _IDLE_SECONDS = 30.0
 
 
@@ -47,7 +47,7 @@ class Transfers:
         self._saves: dict[int, _Transfer] = {}
         # Which save reads a block of the paged cache.
         self._read_by: dict[int, int] = {}
-        self._last_save = float("-inf")
+        self._last_start = float("-inf")
 
     def __len__(self) -> int:
         """Count the transfers under way."""
@@ -60,13 +60,17 @@ class Transfers:
 
     @property
     def keeps_stepping(self) -> bool:
-        """Whether saves are under way that an idle engine should see the end of."""
-        return bool(self._saves) and time.monotonic() - self._last_save < _IDLE_SECONDS
+        """Whether transfers are under way that an idle engine should see the end of.
+
+        Loads, too: of a request that was aborted, vLLM frees the blocks when its load is reported.
+        """
+        return len(self) > 0 and time.monotonic() - self._last_start < _IDLE_SECONDS
 
     def start_load(self, request_id: str, refs: Sequence[SlotRef]) -> int:
         """Take over pinned slots until a load has ended, and return its number."""
         number = next(self._numbers)
         self._loads[number] = _Transfer(refs, self._num_ranks, request_id)
+        self._last_start = time.monotonic()
         return number
 
     def start_save(self, block_ids: Collection[int], refs: Sequence[SlotRef]) -> int:
@@ -74,7 +78,7 @@ class Transfers:
         number = next(self._numbers)
         self._saves[number] = _Transfer(refs, self._num_ranks, block_ids=block_ids)
         self._read_by.update(dict.fromkeys(block_ids, number))
-        self._last_save = time.monotonic()
+        self._last_start = time.monotonic()
         return number
 
     def reading(self, block_ids: Iterable[int]) -> set[int]:
