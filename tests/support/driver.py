@@ -254,6 +254,7 @@ def abort(llm: Any, prompts: Sequence[Sequence[int]], num_steps: int) -> None:
     llm.llm_engine.abort_request(ids)
     while llm.llm_engine.has_unfinished_requests():
         llm.llm_engine.step()
+    engine.settle(llm)
 
 
 def count_preemptions(llm: Any) -> list[int]:
