@@ -5,6 +5,7 @@
 # make test-0.19  builds an environment with vLLM 0.19.1 beside it (3 GB), and runs the tests for that version
 # make soak    serves with type1 for minutes and checks that nothing grows; options: make soak ARGS="--minutes 30"
 # make bench-type1   measures what type1 costs and gains, in minutes; options: make bench-type1 ARGS="--only copies"
+# make bench-type2   measures what type2 costs and gains, in minutes; options: make bench-type2 ARGS="--only latency"
 # make bench-store   measures the block store, tier by tier; options: make bench-store ARGS="--only l1 disk"
 # make bench-start   measures what kvplug adds to the start of a worker; options: make bench-start ARGS="--runs 30"
 # make env     builds the environment only; options: make env ARGS="--torch-index URL"
@@ -17,7 +18,7 @@ JOBS ?= 2
 PYTEST = $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-0.19 soak bench-type1 bench-store bench-start check matrix env env-0.19 lint built clean distclean
+.PHONY: help demo test test-0.19 soak bench-type1 bench-type2 bench-store bench-start check matrix env env-0.19 lint built clean distclean
 
 help:
 	@grep '^# make' Makefile | cut -c 3-
@@ -43,6 +44,9 @@ soak: built
 
 bench-type1: built
 	@$(BIN)/python -m benchmarks.type1 $(ARGS)
+
+bench-type2: built
+	@$(BIN)/python -m benchmarks.type2 $(ARGS)
 
 bench-store: built
 	@$(BIN)/python -m benchmarks.store $(ARGS)

@@ -1,4 +1,4 @@
-"""`make bench-type1`: that it still measures, and what it prints. How fast anything is isn't tested."""
+"""`make bench-type1` and `make bench-type2`: that they still measure, and what is printed. No speed is tested."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import os
 from pathlib import Path
 
 import pytest
+
+from support.engines import run
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -24,6 +26,17 @@ KEYS = {
     "dispatch_us_64",
     "keys_128k_ms",
     "slab_overhead",
+}
+
+TYPE2_KEYS = {
+    "all_miss_cpu_overhead",
+    "itl_rise_while_loading",
+    "itl_rise_slow_store",
+    "throughput_vs_none",
+    "throughput_vs_type1",
+    "throughput_vs_example",
+    "scheduler_us_256x32k",
+    "ttft_layerwise_vs_between_steps",
 }
 
 
@@ -111,10 +124,10 @@ def test_a_childs_failure_is_the_measurements(bench):
 
 def test_the_last_line_is_json(bench, monkeypatch, capsys):
     """The table shows values, limits and what was missed; the line after it has all figures; so has the exit code."""
-    main, figure = bench("__main__"), bench("figures", "common").Figure
+    main, command, figure = bench("__main__"), bench("command", "common"), bench("figures", "common").Figure
     good = figure("good", 1.23456, "ms", at_most=2, detail="one run")
     bad = figure("bad", 0.5, at_least=5)
-    monkeypatch.setattr(main, "set_environment", lambda: None)
+    monkeypatch.setattr(command, "set_environment", lambda: None)
     monkeypatch.setattr(main, "_MEASUREMENTS", {"one": lambda quick: [good], "other": lambda quick: [bad]})
     monkeypatch.setattr("sys.argv", ["bench", "--only", "one"])
     assert main.main() == 0
@@ -134,18 +147,70 @@ def test_a_figure_that_is_no_number_misses_its_limit(bench):
     assert not figure("a", math.nan, at_least=1).met
 
 
+def test_the_scheduler_half_is_measured(bench):
+    """Steps are measured with nobody, the first and all of those that wait being asked, and a prompt's first lookup."""
+    figures = bench("scheduling", "type2").measure(4, 4, 4096)
+    assert values(figures) == {
+        "scheduler_us_256x32k",
+        "scheduler_us_256x32k_over_4k",
+        "scheduler_us_256x32k_none_asked",
+        "scheduler_us_256x32k_all_asked",
+        "scheduler_us_32k_first_asked",
+    }
+
+
+def test_latency_figures_compare_like_with_like(bench):
+    """A rise is over the same requests in vLLM's own cache; the limit is on that; others are shown."""
+    rounds = {"alone": 0.010, "local": 0.020, "loading": 0.022}
+    results = {case: [{"seconds": [value] * 9 + [2 * value]}] * 3 for case, value in rounds.items()}
+    figures = bench("latency", "type2")._figures("rise", results, 0.05, "a test")
+    assert [figure.name for figure in figures] == ["rise", "rise_p99", "rise_vs_alone"]
+    assert [figure.value for figure in figures] == pytest.approx([0.1, 0.1, 1.2])
+    assert [figure.met for figure in figures] == [False, True, True]
+
+
+def test_throughput_is_compared_round_by_round(bench):
+    """The ratio is the median of the rounds', each of which measures both sides."""
+    figure = bench("throughput", "type2")._figure("gain", [8.0, 8.0, 9.0], [1.0, 2.0, 3.0], 3, "a test")
+    assert figure.value == 4
+    assert figure.met
+    assert "3 to 8" in figure.detail
+
+
+@pytest.mark.engine
+def test_latency_is_measured(bench):
+    """One request decodes while others load: each of them is loaded, and each finishes."""
+    result = run(measure_latency, timeout=120)
+    assert len(result["seconds"]) == 12
+    assert result["others"] == 16
+    assert result["loaded"] >= 15 * 64  # vLLM's own cache may have one
+
+
+def measure_latency():
+    import sys
+
+    sys.path.insert(0, str(ROOT))
+    from benchmarks.type2 import engine
+
+    engine.start(engine.type2("64MiB"), 24)
+    prompts = ("more than vLLM's cache holds", 16, 64, 1)
+    engine.serve(prompts, 1)
+    return engine.latencies(prompts, 12, 1, 4)
+
+
 def test_every_promised_key_is_measured_somewhere():
     """The names of the figures, those of the engines' measurements included, are in the benchmark's source."""
     names = set()
-    for file in (ROOT / "benchmarks" / "type1").glob("*.py"):
+    for file in (ROOT / "benchmarks").glob("type[12]/*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-                names.add(node.args[0].value)
-    assert names >= KEYS
+            if isinstance(node, ast.Constant):
+                names.add(node.value)
+    assert names >= KEYS | TYPE2_KEYS
 
 
 def test_the_page_has_every_figure():
-    """docs/benchmarks.md shows a run of all of it."""
-    page = (ROOT / "docs" / "benchmarks.md").read_text()
-    last = [line for line in page.splitlines() if line.startswith("{")][-1]
-    assert set(json.loads(last)) >= KEYS
+    """docs/benchmarks.md shows a run of all of it, and docs/benchmarks-type2.md one of the other benchmark."""
+    for name, keys in (("benchmarks", KEYS), ("benchmarks-type2", TYPE2_KEYS)):
+        page = (ROOT / "docs" / f"{name}.md").read_text()
+        last = [line for line in page.splitlines() if line.startswith("{")][-1]
+        assert set(json.loads(last)) >= keys

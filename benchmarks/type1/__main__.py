@@ -5,13 +5,12 @@ python -m benchmarks.type1 [--only NAME ...] [--quick]
 
 from __future__ import annotations
 
-import argparse
 import sys
-import time
 from collections.abc import Callable
 
-from benchmarks.common.figures import Figure, as_json, as_table
-from benchmarks.common.processes import in_child, set_environment
+from benchmarks.common import command
+from benchmarks.common.figures import Figure
+from benchmarks.common.processes import in_child
 
 
 def _overhead(*, quick: bool) -> list[Figure]:
@@ -69,19 +68,7 @@ _MEASUREMENTS: dict[str, Callable[..., list[Figure]]] = {
 
 def main() -> int:
     """Measure. Returns 1 if a figure is beyond its limit."""
-    parser = argparse.ArgumentParser(prog="make bench-type1", description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", nargs="+", choices=list(_MEASUREMENTS), help="what to measure; all by default")
-    parser.add_argument("--quick", action="store_true", help="few runs: shows that it works, not how fast it is")
-    options = parser.parse_args()
-    set_environment()
-    figures: list[Figure] = []
-    for name in options.only or _MEASUREMENTS:
-        start = time.perf_counter()
-        figures += _MEASUREMENTS[name](quick=options.quick)
-        print(f"measured {name} in {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
-    print(as_table(figures))
-    print(as_json(figures))
-    return 0 if all(figure.met for figure in figures) else 1
+    return command.run("make bench-type1", __doc__.partition("\n")[0], _MEASUREMENTS)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from statistics import median
+from typing import Any
 
 from benchmarks.common.figures import Figure, spread
 from benchmarks.type1 import engine
@@ -12,14 +13,21 @@ __all__ = ["measure"]
 _MAX_TOKENS = 16
 
 
-def measure(runs: int) -> list[Figure]:
-    """Measure prompts that nobody has seen before, on an engine with type1 and on one without, in turns.
+def measure(runs: int, connector: dict[str, Any] | None = None) -> list[Figure]:
+    """Measure prompts that nobody has seen before, on an engine with a connector and on one without, in turns.
 
     The host memory is full by then, so each block that is saved evicts another.
+
+    Args:
+        runs: Prompts of each engine.
+        connector: The connector's configuration, with host memory for less than three prompts; type1's by default.
+
     """
+    connector = engine.type1("160MiB") if connector is None else connector
+    name = connector["kv_connector"].removesuffix("Connector").lower()
     with (
         engine.open_engine("overhead-plain", None) as plain,
-        engine.open_engine("overhead-type1", engine.type1("160MiB")) as ours,
+        engine.open_engine(f"overhead-{name}", connector) as ours,
     ):
         ours.call(engine.fill, 2)
         ours.call(engine.watch_connector)
@@ -49,7 +57,7 @@ def measure(runs: int) -> list[Figure]:
         Figure(
             "all_miss_wall_ab",
             median(walls),
-            detail=f"{spread(walls)}; seconds with type1 over seconds without, minus 1, run by run",
+            detail=f"{spread(walls)}; seconds with {name} over seconds without, minus 1, run by run",
         ),
         Figure(
             "all_miss_cpu_ab",
