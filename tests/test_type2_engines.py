@@ -94,9 +94,7 @@ def test_b13_chunked_prefill(runner, way):
     ask = Generate(prompts, 8)
     args = {"max_num_batched_tokens": 100}
     (plain,) = run_plain([ask], **args).rounds
-    longer = Generate(
-        [text + output.tokens + [9, 8] for text, output in zip(prompts, plain.outputs, strict=True)], 4
-    )
+    longer = Generate([text + output.tokens + [9, 8] for text, output in zip(prompts, plain.outputs, strict=True)], 4)
     (plain_longer,) = run_plain([longer], **args).rounds
     script = [ask, ResetLocal(), ask, ResetLocal(), longer, Corrupt(), ResetLocal(), ask]
     ours = run(runner, script, way, **args)

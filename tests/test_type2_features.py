@@ -28,7 +28,9 @@ def plain(model, ask=ASK):
     return _plain[key]
 
 
-@pytest.mark.parametrize(("method", "draft", "dropped"), [("draft_model", "llama_noisy", 0), ("eagle", "llama_eagle", 2)])
+@pytest.mark.parametrize(
+    ("method", "draft", "dropped"), [("draft_model", "llama_noisy", 0), ("eagle", "llama_eagle", 2)]
+)
 def test_drafts(runner, method, draft, dropped):
     """With a draft model and EAGLE outputs equal plain decoding; the last block of a hit isn't used with EAGLE."""
     speculation = {"method": method, "model": model_path(draft), "num_speculative_tokens": 3}
@@ -55,7 +57,7 @@ def failing(*, model, connector, prompts):
     rounds = [engine.generate(llm, prompts, 8)]
     engine.settle(llm)
     engine.reset_local_cache(llm)
-    caches = engine.connector(llm).worker._paged.caches
+    caches = engine.connector(llm).worker._paged_to_load.caches
     calls = []
     inner = [cache.scatter for cache in caches]
 
@@ -148,7 +150,5 @@ def refused(**arguments):
 
 def test_layerwise_with_several_groups_is_refused():
     """Layer by layer there's no way to report a failed load of several groups: the engine says so and doesn't start."""
-    said = engines.run(
-        refused, timeout=120, model=model_path("gemma3"), connector=type2(transfer="layerwise")
-    )
+    said = engines.run(refused, timeout=120, model=model_path("gemma3"), connector=type2(transfer="layerwise"))
     assert "set transfer to between_steps" in said
