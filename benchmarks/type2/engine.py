@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.type1 import engine
 from benchmarks.type1.model import MUCH_COMPUTE, VOCABULARY, model_path
 
-__all__ = ["Prompts", "example", "latencies", "serve", "start", "stored", "type2"]
+__all__ = ["Prompts", "example", "fill", "latencies", "serve", "start", "stored", "type2"]
 
 
 def type2(size: str, **settings: Any) -> dict[str, Any]:
@@ -138,6 +138,18 @@ def serve(description: tuple[str, int, int, int], max_tokens: int) -> tuple[floa
     answers = engine.llm().generate(inputs, parameters, use_tqdm=False)
     seconds = time.perf_counter() - begin
     return seconds, sum(answer.num_cached_tokens or 0 for answer in answers)
+
+
+def fill(description: tuple[str, int, int, int]) -> None:
+    """Serve a prompt for each prefix, one after the other, so that no write to L2 is dropped for lack of room."""
+    from support.llm import settle
+
+    prompts = _of(description)
+    for _ in range(len(prompts)):
+        _add(prompts.next(), 1)
+        while engine.llm().llm_engine.has_unfinished_requests():
+            engine.llm().llm_engine.step()
+        settle(engine.llm())
 
 
 # -- Latency -----------------------------------------------------------------------------------------------------------

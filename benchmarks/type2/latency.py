@@ -61,11 +61,11 @@ def measure_slow_store(rounds: int, steps: int) -> list[Figure]:
 
     cases = {"local": ("local", 2, _SHARED_IN_L2, 1), "loading": ("stored", 24, _SHARED_IN_L2, 1)}
     # L1 has room for what is on its way, which may take a quarter of it, and not for all prefixes.
-    connector = engine.type2("200MiB", l2="slow", l1_eviction_policy="LRU")
+    connector = engine.type2("200MiB", l2="slow", l1_eviction_policy="LRU", l2_load_timeout=2.0)
     with Child("latency-slow-store") as child:
         child.call(engine.start, connector, _NUM_BLOCKS, slow_tier=True)
         child.call(engine.serve, cases["local"], 1)
-        child.call(engine.serve, cases["loading"], 1)
+        child.call(engine.fill, cases["loading"])
         results = _measure(child, cases, rounds, steps, every=_EVERY)
     shares = [result["loaded"] / (result["others"] * _SHARED_IN_L2) for result in results["loading"]]
     detail = (
