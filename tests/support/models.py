@@ -67,9 +67,10 @@ def model_path(name: str) -> str:
             as heads, and one), ``mistral_sliding`` (all layers have a sliding window of 64 tokens), ``gemma3`` (sliding
             and full layers: several KV-cache groups), ``gpt_oss`` (the same, with sinks and experts), ``deepseek``
             (multi-head latent attention), ``qwen3_next`` (recurrent state and full attention; runs in bfloat16 only,
-            in blocks of 128 tokens), ``lora1`` and ``lora2`` (adapters of ``llama``), ``llama_eagle`` (EAGLE head for ``llama``),
-            ``llama_draft`` (its first two layers, a draft model that is seldom right), ``llama_noisy`` (one that is
-            right half of the time: all layers, a little changed), ``llama_awq`` or ``llama_int8`` (quantised).
+            in blocks of 128 tokens), ``lora1`` and ``lora2`` (adapters of ``llama``), ``llama_eagle`` (EAGLE head for
+            ``llama``), ``llama_draft`` (its first two layers, a draft model that is seldom right), ``llama_noisy`` (one
+            that is right half of the time: all layers, a little changed), ``llama_awq`` or ``llama_int8``
+            (quantised).
 
     Raises:
         KeyError: no such model.
