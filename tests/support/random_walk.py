@@ -66,12 +66,13 @@ class MemoryTier(Tier):
 class Faults:
     """What goes wrong, and how late things are. From any thread."""
 
-    def __init__(self, seed: int, *, late: float = 0.3, tier_errors: float = 0.02, copy_errors: float = 0.0) -> None:
+    def __init__(self, seed: int, *, late: float = 0.3, tier_errors: float = 0.02, failing_copies: int = 0) -> None:
         self._random = random.Random(seed)
         self._lock = threading.Lock()
         self.late = late
         self.tier_errors = tier_errors
-        self.copy_errors = copy_errors
+        #: Of loads, and of saves, every so-manieth fails; 0 for none.
+        self.failing_copies = failing_copies
         self.counts: Counter[str] = Counter()
 
     def lucky(self, probability: float) -> bool:
@@ -85,13 +86,13 @@ class Faults:
             self.counts["tier errors"] += 1
             raise TierError("memory: out of luck")
 
-    def in_copy(self) -> None:
+    def in_copy(self, name: str) -> None:
         if self.lucky(self.late):
-            self.counts["late copies"] += 1
             time.sleep(0.003)
-        if self.lucky(self.copy_errors):
-            self.counts["copy errors"] += 1
-            raise MemoryError("out of luck")
+        with self._lock:
+            self.counts[name] += 1
+            if self.failing_copies and self.counts[name] % self.failing_copies == 0:
+                raise MemoryError("out of luck")
 
 
 def use_tier(monkeypatch: Any, values: dict[bytes, bytes], faults: Faults) -> None:
@@ -107,8 +108,8 @@ def delayed_copies(monkeypatch: Any, faults: Faults) -> None:
     for name in ("gather", "scatter"):
         inner = getattr(PagedCache, name)
 
-        def copy(self: Any, *args: Any, inner: Callable[..., Any] = inner, **kwargs: Any) -> Any:
-            faults.in_copy()
+        def copy(self: Any, *args: Any, inner: Callable[..., Any] = inner, name: str = name, **kwargs: Any) -> Any:
+            faults.in_copy(name)
             return inner(self, *args, **kwargs)
 
         monkeypatch.setattr(PagedCache, name, copy)

@@ -72,7 +72,7 @@ def test_merging_counts_ranks_and_keeps_the_worst():
         Type2Metadata(),
         Type2Metadata(
             loads=(Load(1, "a", (Part(0, (3,), (4,)),), asynchronous=True, complete=False),),
-            saves=(Save(2, "b", (Part(1, (5, 6), (7, 8)),)),),
+            saves=(Save(2, (Part(1, (5, 6), (7, 8)),)),),
             overwritten=(1, 2),
             commands=(Command(1, 0, 0, "get", (b"k",), (4,), urgent=True),),
             epoch=3,

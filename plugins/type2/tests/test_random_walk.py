@@ -7,12 +7,12 @@ vLLM's own prefix cache holds (`kvplug.testing`).
 from __future__ import annotations
 
 import pytest
-from support.random_walk import Faults, Walk, delayed_copies, use_tier
 
 from kvplug.testing import GroupSpec, Simulation, SimulationError
 from kvplug_type2.scheduler import Type2Scheduler
 from kvplug_type2.transfers import Transfers
 from kvplug_type2.worker import Type2Worker
+from support.random_walk import Faults, Walk, delayed_copies, use_tier
 
 pytestmark = pytest.mark.engine
 
@@ -108,7 +108,7 @@ def test_write_policies(policy, monkeypatch):
 @pytest.mark.parametrize("kind", ["full", "mixed", "state", "two-ranks"])
 def test_a8_copies_that_fail(kind, monkeypatch):
     """A8: loads that fail are computed, saves that fail are missing later: no request ends otherwise than it should."""
-    counts = walk(kind, monkeypatch, faults=Faults(1, copy_errors=0.05), policy="recompute")
+    counts = walk(kind, monkeypatch, faults=Faults(1, failing_copies=5), policy="recompute")
     assert counts["load_errors"] > 0
     assert counts["save_errors"] > 0
     assert counts["finished"] > 40
@@ -128,9 +128,12 @@ def test_other_ways_of_transfer(kind, settings, monkeypatch):
 
 def assert_noticed(kind, monkeypatch, **options):
     """Walk with several seeds, until the fault is noticed."""
-    with pytest.raises((SimulationError, AssertionError, ValueError)):
-        for seed in range(1, 9):
+    for seed in range(1, 13):
+        try:
             walk(kind, monkeypatch, seed=seed, faults=Faults(seed, late=0.8), **options)
+        except (SimulationError, AssertionError, ValueError):  # noqa: PERF203
+            return
+    pytest.fail("the fault wasn't noticed")
 
 
 def test_control_saves_must_be_waited_for(monkeypatch):
@@ -163,7 +166,8 @@ def test_control_promises_must_be_pinned(monkeypatch):
 
     monkeypatch.setattr(Transfers, "start_load", start_load)
     monkeypatch.setattr(Walk, "check", lambda self: None)
-    assert_noticed("full", monkeypatch, l1_size_per_rank="12KiB")
+    # Two requests' worth of slots, and loads that take long.
+    assert_noticed("full", monkeypatch, l1_size_per_rank="8KiB")
 
 
 def test_control_keys_must_tell_tenants_apart(monkeypatch):

@@ -137,7 +137,7 @@ def _sized(group, caches):
 
 
 def save(number, blocks, slots, group=0, name="s"):
-    return Save(number, name, (Part(group, tuple(blocks), tuple(slots)),))
+    return Save(number, (Part(group, tuple(blocks), tuple(slots)),))
 
 
 def load(number, blocks, slots, *, group=0, name="l", asynchronous=True, complete=True):
@@ -186,7 +186,7 @@ def test_groups_have_blocks_of_their_own():
     engine = Engine(groups("full", ("window", BLOCK, 8)))
     engine.write(b1=10, b2=20)
     both = (Part(0, (1,), (0,)), Part(1, (2,), (1,)))
-    engine.step(Type2Metadata(saves=(Save(1, "s", both),)))
+    engine.step(Type2Metadata(saves=(Save(1, both),)))
     engine.until("saves", 1)
     engine.step(Type2Metadata(loads=(Load(2, "l", (Part(0, (5,), (0,)), Part(1, (6,), (1,))), asynchronous=True),)))
     engine.until("loads", 2)

@@ -43,10 +43,9 @@ class Load:
 
 @dataclass(frozen=True)
 class Save:
-    """Blocks of one request that are full, and their KV computed, when this step ends."""
+    """Blocks, of any requests, that are full, and their KV computed, when this step ends."""
 
     number: int
-    request_id: str
     parts: tuple[Part, ...]
 
 

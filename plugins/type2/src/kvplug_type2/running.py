@@ -16,9 +16,10 @@ __all__ = ["Running"]
 class Running:
     """A load or save under way. What goes wrong is kept until it has ended."""
 
-    request_id: str
     #: Ids of the blocks of the paged cache that are read or written.
     block_ids: frozenset[int]
+    #: Of a load: the request.
+    request_id: str = ""
     asynchronous: bool = False
     transfers: list[Transfer] = field(default_factory=list)
     error: Exception | None = None

@@ -299,15 +299,10 @@ class Type2Scheduler:
         # What saves of this step read isn't overwritten by it.
         overwritten = self._slots.transfers.reading(self._written_blocks(scheduler_output))
         loads, self._new_loads = tuple(self._new_loads), []
-        allocator = self.store.allocator
-        evicted, refused = allocator.evictions, allocator.refused
-        saves = tuple(self._saves(scheduler_output, starting))
-        if saves or refused != allocator.refused:
-            self.stats.add("blocks_evicted", allocator.evictions - evicted)
-            self.stats.add("saves_refused", allocator.refused - refused)
+        save = self._save(scheduler_output, starting)
         return Type2Metadata(
             loads=loads,
-            saves=saves,
+            saves=() if save is None else (save,),
             overwritten=tuple(sorted(overwritten)),
             commands=self.store.take_commands(),
             epoch=self.store.epoch,
@@ -331,7 +326,34 @@ class Type2Scheduler:
                 self.admission.ended(request_id)
         self._provenance.start_step(foreign)
 
-    def _saves(self, scheduler_output: Any, starting: set[str]) -> Iterator[Save]:
+    def _save(self, scheduler_output: Any, starting: set[str]) -> Save | None:
+        """Reserve slots for the blocks that the step completes, of all requests, as far as they aren't stored."""
+        assert self._slots is not None
+        completed = self._completed(scheduler_output, starting)
+        if completed is None:
+            return None
+        parts: list[Part] = []
+        refs: list[SlotRef] = []
+        block_ids: list[int] = []
+        allocator = self.store.allocator
+        evicted, refused = allocator.evictions, allocator.refused
+        for group, (keys, blocks) in enumerate(completed):
+            reserved = self.store.reserve(keys)
+            if None in reserved:
+                blocks = [block for block, ref in zip(blocks, reserved, strict=True) if ref is not None]  # noqa: PLW2901
+            slots = [ref for ref in reserved if ref is not None]
+            if slots:
+                refs += slots
+                block_ids += blocks
+                parts.append(Part(group, tuple(blocks), tuple([ref.slot for ref in slots])))
+        self.stats.add("blocks_evicted", allocator.evictions - evicted)
+        self.stats.add("saves_refused", allocator.refused - refused)
+        if not parts:
+            return None
+        return Save(self._slots.transfers.start_save(block_ids, refs), tuple(parts))
+
+    def _completed(self, scheduler_output: Any, starting: set[str]) -> list[tuple[list[bytes], list[int]]] | None:
+        """Return, by group, the keys and ids of the blocks that the step completes; None if there aren't any."""
         drafts = scheduler_output.scheduled_spec_decode_tokens
         save_from = self._save_from
         # The common case is a decode step that fills no block.
@@ -340,6 +362,7 @@ class Type2Scheduler:
             for request_id, computed, scheduled in compat.scheduled_requests(scheduler_output)
             if computed + scheduled >= save_from.get(request_id, _NEVER)
         ]
+        completed: list[tuple[list[bytes], list[int]]] | None = None
         for request_id, computed, scheduled in due:
             tracked = self._tracked[request_id]
             # A token that isn't known yet (asynchronous scheduling) or isn't accepted yet (speculative decoding) isn't
@@ -349,35 +372,21 @@ class Type2Scheduler:
                 continue
             if not self._provenance.may_save(request_id) or not self._has_keys(tracked):
                 continue
+            assert tracked.keys is not None
             exact = known == computed + scheduled and request_id not in drafts
             planned = self._planner.plan(tracked.progress, computed, known, exact=exact, starts=request_id in starting)
             save_from[request_id] = tracked.progress.next_tokens
-            if (save := self._save(tracked, planned)) is not None:
-                yield save
-
-    def _save(self, tracked: Tracked, planned: Sequence[tuple[int, int, int]]) -> Save | None:
-        """Reserve slots for ranges of blocks, each of a group, as far as they aren't stored."""
-        assert self._slots is not None
-        assert tracked.keys is not None
-        tables = self._tables.block_ids(tracked.request_id)
-        parts: list[Part] = []
-        refs: list[SlotRef] = []
-        for group, first, end in planned:
-            keys, blocks = tracked.keys.by_group[group][first:end], tables[group][first:end]
-            if 0 in blocks or len(keys) != len(blocks):
-                pairs = [(key, block) for key, block in zip(keys, blocks, strict=False) if block != 0]
-                keys, blocks = [key for key, _ in pairs], [block for _, block in pairs]
-            reserved = self.store.reserve(keys)
-            if None in reserved:
-                blocks = [block for block, ref in zip(blocks, reserved, strict=True) if ref is not None]
-            slots = [ref for ref in reserved if ref is not None]
-            if slots:
-                refs += slots
-                parts.append(Part(group, tuple(blocks), tuple([ref.slot for ref in slots])))
-        if not parts:
-            return None
-        block_ids = frozenset(parts[0].block_ids).union(*[part.block_ids for part in parts[1:]])
-        return Save(self._slots.transfers.start_save(block_ids, refs), tracked.request_id, tuple(parts))
+            tables = self._tables.block_ids(request_id)
+            if completed is None:
+                completed = [([], []) for _ in self.groups]
+            for group, first, end in planned:
+                keys, blocks = tracked.keys.by_group[group][first:end], tables[group][first:end]
+                if 0 in blocks or len(keys) != len(blocks):
+                    pairs = [(key, block) for key, block in zip(keys, blocks, strict=False) if block != 0]
+                    keys, blocks = [key for key, _ in pairs], [block for _, block in pairs]
+                completed[group][0].extend(keys)
+                completed[group][1].extend(blocks)
+        return completed
 
     def _written_blocks(self, scheduler_output: Any) -> Iterator[int]:
         """Yield the blocks that a step may write to and that weren't the same request's before."""

@@ -192,7 +192,7 @@ class Type2Worker:
             self._start_load(load)
 
     def _start_load(self, load: Load) -> None:
-        running = self._loads[load.number] = Running(load.request_id, _block_ids(load.parts), load.asynchronous)
+        running = self._loads[load.number] = Running(_block_ids(load.parts), load.request_id, load.asynchronous)
         if not load.complete:
             running.error = RuntimeError("vLLM asks for blocks that weren't promised")
             return
@@ -273,7 +273,7 @@ class Type2Worker:
                 self._saves[save.number].hold_compute()
 
     def _start_save(self, save: Save) -> None:
-        running = self._saves[save.number] = Running(save.request_id, _block_ids(save.parts))
+        running = self._saves[save.number] = Running(_block_ids(save.parts))
         try:
             if self._layers is not None:
                 self._layers.finish_save(self._writer, save, running.transfers)
