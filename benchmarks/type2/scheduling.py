@@ -252,7 +252,8 @@ class _Steps:
         scheduler.has_pending_work()
         seconds += time.thread_time() - start
         filled = sum((tokens + 1) % _BLOCK == 0 for tokens in computed)
-        if len(metadata.saves) != filled:
-            msg = f"{len(metadata.saves)} blocks were saved, and {filled} were full"
+        saved = sum(len(part.block_ids) for save in metadata.saves for part in save.parts)
+        if saved != filled:
+            msg = f"{saved} blocks were saved, and {filled} were full"
             raise AssertionError(msg)
         return seconds

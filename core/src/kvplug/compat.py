@@ -37,6 +37,7 @@ __all__ = [
     "may_have_scheduler_side_loads",
     "metadata_of",
     "model_runner_in_use",
+    "new_blocks",
     "overwrites_before_connectors",
     "overwrites_blocks",
     "overwritten_blocks",
@@ -45,6 +46,7 @@ __all__ = [
     "replaced_tables",
     "reports_failed_loads",
     "reports_to_scheduler",
+    "requests_that_reach",
     "require_hook_support",
     "reserves_blocks_of_loads",
     "resumed_ids",
@@ -78,6 +80,9 @@ RUNNER_MODULES = {
 RUNNER_CLASS = "GPUModelRunner"
 #: Name of the function that the patch calls in `execute_model`.
 HOOK_FUNCTION = "before_update_states"
+
+#: More tokens than any request has.
+_NEVER = sys.maxsize
 
 
 # -- vLLM itself ---------------------------------------------------------------------------------------------------
@@ -217,13 +222,52 @@ def cached_requests(scheduler_output: Any) -> Iterable[tuple[str, tuple[list[int
     return zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
 
 
-def scheduled_requests(scheduler_output: Any) -> Iterator[tuple[str, int, int]]:
-    """Iterate over (request id, computed tokens, scheduled tokens) of a step's requests, new ones first."""
+def new_blocks(scheduler_output: Any) -> list[tuple[str, tuple[list[int], ...] | None]]:
+    """Return (request id, new block ids per group) of requests scheduled before that have got blocks, or resume.
+
+    In most steps few have, of hundreds.
+    """
+    cached = scheduler_output.scheduled_cached_reqs
+    resumed = cached.resumed_req_ids
+    return [
+        (request_id, blocks)
+        for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True)
+        if blocks is not None or request_id in resumed
+    ]
+
+
+def scheduled_requests(scheduler_output: Any) -> list[tuple[str, int, int]]:
+    """Return (request id, computed tokens, scheduled tokens) of a step's requests, new ones first."""
     scheduled = scheduler_output.num_scheduled_tokens
-    for request in scheduler_output.scheduled_new_reqs:
-        yield request.req_id, request.num_computed_tokens, scheduled[request.req_id]
-    for request_id, _, computed in cached_requests(scheduler_output):
-        yield request_id, computed, scheduled[request_id]
+    new = [(new.req_id, new.num_computed_tokens, scheduled[new.req_id]) for new in scheduler_output.scheduled_new_reqs]
+    cached = scheduler_output.scheduled_cached_reqs
+    # There may be hundreds of these, in every step.
+    pairs = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+    return new + [(request_id, computed, scheduled[request_id]) for request_id, computed in pairs]
+
+
+def requests_that_reach(scheduler_output: Any, goals: Mapping[str, int]) -> list[tuple[str, int, int]]:
+    """Return those of `scheduled_requests` that have as many tokens as their goal when the step ends.
+
+    In most steps few do, of hundreds.
+
+    Args:
+        scheduler_output: vLLM's `SchedulerOutput`.
+        goals: Tokens, by request id. Requests without a goal are left out.
+
+    """
+    scheduled = scheduler_output.num_scheduled_tokens
+    cached = scheduler_output.scheduled_cached_reqs
+    goal = goals.get
+    return [
+        (new.req_id, new.num_computed_tokens, scheduled[new.req_id])
+        for new in scheduler_output.scheduled_new_reqs
+        if new.num_computed_tokens + scheduled[new.req_id] >= goal(new.req_id, _NEVER)
+    ] + [
+        (request_id, computed, scheduled[request_id])
+        for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        if computed + scheduled[request_id] >= goal(request_id, _NEVER)
+    ]
 
 
 def replaced_tables(scheduler_output: Any) -> Mapping[str, tuple[list[int], ...]]:

@@ -104,7 +104,7 @@ class BlockTables:
 
     def _take_cached(self, scheduler_output: Any) -> None:
         resumed = compat.resumed_ids(scheduler_output.scheduled_cached_reqs)
-        for request_id, blocks, _ in compat.cached_requests(scheduler_output):
+        for request_id, blocks in compat.new_blocks(scheduler_output):
             if request_id in resumed:
                 if request_id in self._tables:  # before 0.25.1 nobody says that reset_prefix_cache preempted it
                     self.preempted.add(request_id)

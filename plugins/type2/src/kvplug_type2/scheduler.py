@@ -5,7 +5,6 @@ It owns the bookkeeping of host memory. Whatever it promises is pinned there unt
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +28,6 @@ if TYPE_CHECKING:
     from kvplug_type2.settings import Type2Settings
 
 __all__ = ["Type2Scheduler"]
-
-#: More tokens than any request has.
-_NEVER = sys.maxsize
 
 
 class _Slots:
@@ -355,15 +351,9 @@ class Type2Scheduler:
     def _completed(self, scheduler_output: Any, starting: set[str]) -> list[tuple[list[bytes], list[int]]] | None:
         """Return, by group, the keys and ids of the blocks that the step completes; None if there aren't any."""
         drafts = scheduler_output.scheduled_spec_decode_tokens
-        save_from = self._save_from
-        # The common case is a decode step that fills no block.
-        due = [
-            (request_id, computed, scheduled)
-            for request_id, computed, scheduled in compat.scheduled_requests(scheduler_output)
-            if computed + scheduled >= save_from.get(request_id, _NEVER)
-        ]
         completed: list[tuple[list[bytes], list[int]]] | None = None
-        for request_id, computed, scheduled in due:
+        # The common case is a decode step that fills no block.
+        for request_id, computed, scheduled in compat.requests_that_reach(scheduler_output, self._save_from):
             tracked = self._tracked[request_id]
             # A token that isn't known yet (asynchronous scheduling) or isn't accepted yet (speculative decoding) isn't
             # in the request's list, and nothing from its position on is usable.
@@ -375,7 +365,7 @@ class Type2Scheduler:
             assert tracked.keys is not None
             exact = known == computed + scheduled and request_id not in drafts
             planned = self._planner.plan(tracked.progress, computed, known, exact=exact, starts=request_id in starting)
-            save_from[request_id] = tracked.progress.next_tokens
+            self._save_from[request_id] = tracked.progress.next_tokens
             tables = self._tables.block_ids(request_id)
             if completed is None:
                 completed = [([], []) for _ in self.groups]
@@ -394,10 +384,9 @@ class Type2Scheduler:
             for group, table in zip(self.groups, request.block_ids, strict=True):
                 # What comes before is read, not written.
                 yield from table[request.num_computed_tokens // group.block_size :]
-        for _, blocks, _ in compat.cached_requests(scheduler_output):
-            if blocks is not None:
-                for table in blocks:
-                    yield from table
+        for _, blocks in compat.new_blocks(scheduler_output):
+            for table in blocks or ():
+                yield from table
         yield from compat.overwritten_blocks(scheduler_output)
 
     # -- Ends --------------------------------------------------------------------------------------------------------
