@@ -129,10 +129,16 @@ class Type2Connector(PreemptionMixin, MetricsMixin, KVConnectorBase_V1, Supports
             self.worker.begin(metadata)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Take a step's metadata, before anything is computed."""
+        """Take a step's metadata, and start its loads, before anything is computed.
+
+        vLLM calls this when it has zeroed and copied what it will, and `start_load_kv` only after the step's compute if
+        nobody in the step waits for a load. A load that starts now can end with the step, so that its request is in
+        the next one.
+        """
         super().bind_connector_metadata(connector_metadata)
         if isinstance(connector_metadata, Type2Metadata):
             self.worker.begin(connector_metadata)
+            self.worker.load(connector_metadata)
 
     def _step(self) -> Type2Metadata | None:
         """Return the step's metadata; None in a dummy run."""
@@ -140,9 +146,7 @@ class Type2Connector(PreemptionMixin, MetricsMixin, KVConnectorBase_V1, Supports
         return metadata if isinstance(metadata, Type2Metadata) else None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Start this step's loads."""
-        if (metadata := self._step()) is not None:
-            self.worker.load(metadata)
+        """Nothing: `bind_connector_metadata` has started this step's loads."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Let a layer wait for its blocks, if they come layer by layer."""
