@@ -12,6 +12,8 @@ import inspect
 import os
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import compress, repeat
+from operator import add, ge
 from types import ModuleType
 from typing import Any
 
@@ -229,11 +231,10 @@ def new_blocks(scheduler_output: Any) -> list[tuple[str, tuple[list[int], ...] |
     """
     cached = scheduler_output.scheduled_cached_reqs
     resumed = cached.resumed_req_ids
-    return [
-        (request_id, blocks)
-        for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True)
-        if blocks is not None or request_id in resumed
-    ]
+    pairs = zip(cached.req_ids, cached.new_block_ids, strict=True)
+    if not resumed:
+        return [pair for pair in pairs if pair[1] is not None]
+    return [pair for pair in pairs if pair[1] is not None or pair[0] in resumed]
 
 
 def scheduled_requests(scheduler_output: Any) -> list[tuple[str, int, int]]:
@@ -258,16 +259,17 @@ def requests_that_reach(scheduler_output: Any, goals: Mapping[str, int]) -> list
     """
     scheduled = scheduler_output.num_scheduled_tokens
     cached = scheduler_output.scheduled_cached_reqs
-    goal = goals.get
-    return [
+    reaching = [
         (new.req_id, new.num_computed_tokens, scheduled[new.req_id])
         for new in scheduler_output.scheduled_new_reqs
-        if new.num_computed_tokens + scheduled[new.req_id] >= goal(new.req_id, _NEVER)
-    ] + [
-        (request_id, computed, scheduled[request_id])
-        for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-        if computed + scheduled[request_id] >= goal(request_id, _NEVER)
+        if new.num_computed_tokens + scheduled[new.req_id] >= goals.get(new.req_id, _NEVER)
     ]
+    # By `map`: a loop over hundreds of requests would take more than twice as long.
+    ids, computed = cached.req_ids, cached.num_computed_tokens
+    ends = map(add, computed, map(scheduled.__getitem__, ids))
+    reached = map(ge, ends, map(goals.get, ids, repeat(_NEVER)))
+    pairs = compress(zip(ids, computed, strict=True), reached)
+    return reaching + [(request_id, before, scheduled[request_id]) for request_id, before in pairs]
 
 
 def replaced_tables(scheduler_output: Any) -> Mapping[str, tuple[list[int], ...]]:

@@ -38,6 +38,7 @@ class RequestKeys:
                 chains[group.block_size] = KeyChain(namespace, group.block_size, identity)
         self._chains = tuple(chains.values())
         self._of_group = tuple(chains[group.block_size] for group in groups)
+        self._has_suffixes = len(groups) > 1
         if len(groups) == 1:
             #: By group, one key per full block, in order. Grows; not to be changed by the caller.
             self.by_group: tuple[list[bytes], ...] = (self._chains[0].keys,)
@@ -48,7 +49,7 @@ class RequestKeys:
         """Append keys for the blocks that have become full; see `KeyChain.extend`."""
         for chain in self._chains:
             chain.extend(token_ids)
-        if len(self.by_group) > 1:
+        if self._has_suffixes:
             for number, (chain, keys) in enumerate(zip(self._of_group, self.by_group, strict=True)):
                 suffix = bytes((number,))
                 keys.extend(key + suffix for key in chain.keys[len(keys) :])

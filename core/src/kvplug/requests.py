@@ -54,6 +54,10 @@ class BlockTables:
         """Return a request's block ids, one list per KV-cache group. Not to be changed by the caller."""
         return self._tables[request_id]
 
+    def get(self, request_id: str) -> tuple[list[int], ...] | None:
+        """Return a request's block ids, as `block_ids`; None if its table isn't known."""
+        return self._tables.get(request_id)
+
     def update(self, scheduler_output: Any) -> None:
         """Take in one step of the scheduler.
 

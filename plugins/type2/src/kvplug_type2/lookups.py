@@ -79,9 +79,10 @@ class Lookups:
         limit = len(tracked.request.all_token_ids) - self._left
         tokens = self.finder.find(hit, keys, num_local_tokens, limit)
         longest = limit // self.finder.alignment * self.finder.alignment
-        if tokens < longest and self._is_coming(tracked, tokens, limit) and self._may_wait(tracked):
-            return None, False
-        tokens = self.finder.find(hit, keys, num_local_tokens, limit)
+        if tokens < longest:
+            if self._is_coming(tracked, tokens, limit) and self._may_wait(tracked):
+                return None, False
+            tokens = self.finder.find(hit, keys, num_local_tokens, limit)  # some may have come just now
         if tokens > num_local_tokens and self._asynchronous and not self._admission.allows(tracked.request):
             if self._may_wait(tracked):
                 return None, False

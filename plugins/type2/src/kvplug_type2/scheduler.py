@@ -358,7 +358,8 @@ class Type2Scheduler:
             # A token that isn't known yet (asynchronous scheduling) or isn't accepted yet (speculative decoding) isn't
             # in the request's list, and nothing from its position on is usable.
             known = min(computed + scheduled, len(tracked.request.all_token_ids))
-            if known < tracked.progress.next_tokens or request_id not in self._tables:
+            tables = self._tables.get(request_id)
+            if known < tracked.progress.next_tokens or tables is None:
                 continue
             if not self._provenance.may_save(request_id) or not self._has_keys(tracked):
                 continue
@@ -366,7 +367,6 @@ class Type2Scheduler:
             exact = known == computed + scheduled and request_id not in drafts
             planned = self._planner.plan(tracked.progress, computed, known, exact=exact, starts=request_id in starting)
             self._save_from[request_id] = tracked.progress.next_tokens
-            tables = self._tables.block_ids(request_id)
             if completed is None:
                 completed = [([], []) for _ in self.groups]
             for group, first, end in planned:
