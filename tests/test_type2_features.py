@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from support import engines
@@ -9,7 +11,7 @@ from support import llm as engine
 from support.driver import Corrupt, Generate, OneByOne, ResetLocal, counts, drive, leftovers, type2
 from support.llm import compare
 from support.models import model_path
-from support.reuse import CLOSE, assert_differ, assert_nothing_left, hits, loaded, prompt
+from support.reuse import CLOSE, assert_differ, assert_nothing_left, loaded, prompt
 
 pytestmark = pytest.mark.engine
 
@@ -57,7 +59,9 @@ def failing(*, model, connector, prompts):
     rounds = [engine.generate(llm, prompts, 8)]
     engine.settle(llm)
     engine.reset_local_cache(llm)
-    caches = engine.connector(llm).worker._paged_to_load.caches
+    worker = engine.connector(llm).worker
+    layers = worker._layers
+    caches = worker._paged_to_load.caches if layers is None else list(layers._to_load.values())
     calls = []
     inner = [cache.scatter for cache in caches]
 
@@ -76,10 +80,12 @@ def failing(*, model, connector, prompts):
     return rounds, len(calls), counts(llm), leftovers(llm)
 
 
-@pytest.mark.parametrize("model", ["llama", "gemma3"])
-def test_a2_a4_failed_loads_are_computed(runner, model):
+@pytest.mark.parametrize(
+    ("model", "transfer"), [("llama", "between_steps"), ("llama", "layerwise"), ("gemma3", "between_steps")]
+)
+def test_a2_a4_failed_loads_are_computed(runner, model, transfer):
     """A2, A4: with policy recompute a load that fails costs a hit and nothing else, of one group and of several."""
-    connector = type2() | {"kv_load_failure_policy": "recompute"}
+    connector = type2(transfer=transfer) | {"kv_load_failure_policy": "recompute"}
     rounds, calls, totals, left = engines.run(
         failing, runner=runner, timeout=120, model=model_path(model), connector=connector, prompts=TEXTS
     )
@@ -126,17 +132,46 @@ def test_i15_vllms_own_metrics(runner):
     assert cached == 800
 
 
+def restarted(*, model, connector):
+    """Serve prompts; then from L1; return outputs, counts, and vLLM's tokens by where they were cached."""
+    from prometheus_client import REGISTRY
+
+    def cached():
+        samples = [s for metric in REGISTRY.collect() for s in metric.samples]
+        return Counter(
+            {
+                s.labels["source"]: int(s.value)
+                for s in samples
+                if s.name == "vllm:prompt_tokens_cached_by_source_total" and s.value
+            }
+        )
+
+    llm = engine.make_llm(model, connector=connector, disable_log_stats=False)
+    rounds = []
+    for _ in range(2):
+        before = cached()
+        outputs = [engine.generate(llm, [text], 8)[0] for text in TEXTS]
+        rounds.append((outputs, dict(cached() - before)))
+        engine.settle(llm)
+        engine.reset_local_cache(llm)
+    return rounds, leftovers(llm)
+
+
 def test_a_restart_is_warm_with_disk(runner, tmp_path):
-    """A new engine on the same directory finds what the first one saved, while the request waits for it."""
+    """A new engine on the same directory finds what the first one saved, while the request waits for it.
+
+    vLLM's metrics tell what came from L1, and what from disk.
+    """
     connector = type2(l2="disk", disk_path=str(tmp_path / "l2"), disk_size="256MiB", l2_load_timeout=30, l2_timeout=60)
-    ask = OneByOne(TEXTS, 8)
-    expected = plain("llama", ask)
+    expected = plain("llama", OneByOne(TEXTS, 8))
     arguments = {"model": model_path("llama"), "connector": connector, "timeout": 120}
-    for number in range(2):
-        result = engines.run(drive, runner=runner, script=[ask], **arguments)
-        compare(result.rounds[0].outputs, expected, atol=CLOSE)
-        assert hits(result.rounds) == [number * (128 + 96)]
-        assert_nothing_left(result)
+    for source in (None, "disk"):
+        rounds, left = engines.run(restarted, runner=runner, **arguments)
+        for outputs, _ in rounds:
+            compare(outputs, expected, atol=CLOSE)
+        tokens = 128 + 96
+        assert [found for _, found in rounds] == [{source: tokens} if source else {}, {"host": tokens}]
+        assert not any(left.values()), left
 
 
 def refused(**arguments):
