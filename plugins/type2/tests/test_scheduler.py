@@ -802,7 +802,10 @@ def test_d9_what_comes_from_l2_after_a_reset_is_not_found():
 
 
 def test_an_idle_engine_is_stepped_while_there_is_something_to_learn(half, monkeypatch):
-    """Saves under way and commands keep it going; nothing else does, and not for ever."""
+    """Transfers under way and commands keep it going; nothing else does, and not for ever.
+
+    A load, too: vLLM frees the blocks of a request that was aborted when its load is reported.
+    """
     from kvplug_type2 import transfers
 
     assert not half.scheduler.has_pending_work()
@@ -810,6 +813,13 @@ def test_an_idle_engine_is_stepped_while_there_is_something_to_learn(half, monke
     half.scheduler.finish(request)
     assert half.scheduler.has_pending_work()
     half.ended(saves=[save])
+    assert not half.scheduler.has_pending_work()
+    half.store(range(300, 317))
+    request = Request("loads", [*range(300, 317)])
+    load = half.load(request, [11, 12, 13, 14, 15])
+    half.scheduler.finish(request)
+    assert half.scheduler.has_pending_work()
+    half.ended([load])
     assert not half.scheduler.has_pending_work()
     request, save = saving(half, tokens=range(200, 209))
     monkeypatch.setattr(transfers, "_IDLE_SECONDS", 0.0)
