@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 from envlib.current import CurrentEnvironment
 from envlib.environment import Environment, Options, say
 from envlib.system_libraries import provide_libraries
+from envlib.torchvision import provide_torchvision
 from envlib.v019 import V019Environment
 from envlib.workspace import SetupError, Workspace
 
@@ -94,9 +95,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if python != sys.executable:
             return subprocess.run([python, __file__, *sys.argv[1:]], check=False).returncode
         with only_one(root):
-            kind(Workspace.read(root), Options(given.torch_index, given.find_links)).ensure()
+            environment = kind(Workspace.read(root), Options(given.torch_index, given.find_links))
+            environment.ensure()
             if kind is CurrentEnvironment:
                 provide_libraries(root)
+                provide_torchvision(environment)
     except SetupError as error:
         print(f"set-up failed: {error}", file=sys.stderr)
         return 1

@@ -6,6 +6,8 @@ same tokens in its steps: with one that hits its own prefix cache, where type2 h
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from support import cpu_kernels, engines
@@ -76,16 +78,18 @@ STATE_ASK = OneByOne(STATE_PROMPTS, 4)
 STATE = {"dtype": "bfloat16", "block_size": 128, "num_gpu_blocks": 64}
 
 
-@pytest.mark.parametrize("budget", [1024, 200])
-def test_recurrent_state(runner, budget):
-    """State is restored at the ends of blocks where vLLM itself keeps it, and nowhere else.
+def serve_from(*, folder, **arguments):
+    """Run a script on an engine that may import from a folder, too."""
+    sys.path.append(folder)
+    return drive(**arguments)
 
-    So outputs equal, to the bit, those of a plain engine that hits its own prefix cache.
-    """
-    arguments = STATE | {"model": model_path("qwen3_next"), "max_num_batched_tokens": budget}
-    plain = engines.run(drive, timeout=120, script=[STATE_ASK, STATE_ASK], **arguments)
+
+def check_state(runner, model, budget, job=drive, **more):
+    """Demand that a model's state is restored where a plain engine that hits its own prefix cache has it."""
+    arguments = STATE | {"model": model_path(model), "max_num_batched_tokens": budget} | more
+    plain = engines.run(job, timeout=120, script=[STATE_ASK, STATE_ASK], **arguments)
     script = [STATE_ASK, ResetLocal(), STATE_ASK, Corrupt(), ResetLocal(), STATE_ASK]
-    ours = engines.run(drive, runner=runner, timeout=120, script=script, connector=type2(), **arguments)
+    ours = engines.run(job, runner=runner, timeout=120, script=script, connector=type2(), **arguments)
     cold, warm, spoilt = ours.rounds
     compare(cold.outputs, plain.rounds[0].outputs, atol=CLOSE)
     compare(warm.outputs, plain.rounds[1].outputs, atol=CLOSE)
@@ -94,3 +98,20 @@ def test_recurrent_state(runner, budget):
     assert hits([warm])[0] % 128 == 0
     assert loaded([warm])[0] > 0
     assert_nothing_left(ours)
+
+
+@pytest.mark.parametrize("budget", [1024, 200])
+def test_recurrent_state(runner, budget):
+    """State is restored at the ends of blocks where vLLM itself keeps it, and nowhere else.
+
+    So outputs equal those of a plain engine that hits its own prefix cache.
+    """
+    check_state(runner, "qwen3_next", budget)
+
+
+def test_recurrent_state_of_qwen35():
+    """Qwen3.5 has layers like Qwen3-Next's, but its state is float32 beside a convolution in bfloat16."""
+    from support import torchvision  # which jobs, that import this module, can't
+
+    # vLLM's module of the model imports it, also for text alone.
+    check_state("v1", "qwen3_5", 200, serve_from, folder=torchvision.folder())

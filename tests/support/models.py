@@ -57,6 +57,18 @@ _COMMON: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
+#: Heads so large, and so little state, that vLLM's blocks of attention hold 128 tokens.
+_DELTA_NET: dict[str, Any] = {
+    "head_dim": 128,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_num_value_heads": 1,
+    "linear_num_key_heads": 1,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+
 
 @functools.cache
 def model_path(name: str) -> str:
@@ -67,10 +79,10 @@ def model_path(name: str) -> str:
             as heads, and one), ``mistral_sliding`` (all layers have a sliding window of 64 tokens), ``gemma3`` (sliding
             and full layers: several KV-cache groups), ``gpt_oss`` (the same, with sinks and experts), ``deepseek``
             (multi-head latent attention), ``qwen3_next`` (recurrent state and full attention; runs in bfloat16 only,
-            in blocks of 128 tokens), ``lora1`` and ``lora2`` (adapters of ``llama``), ``llama_eagle`` (EAGLE head for
-            ``llama``), ``llama_draft`` (its first two layers, a draft model that is seldom right), ``llama_noisy`` (one
-            that is right half of the time: all layers, a little changed), ``llama_awq`` or ``llama_int8``
-            (quantised).
+            in blocks of 128 tokens), ``qwen3_5`` (the same with float32 state; needs `support.torchvision`), ``lora1``
+            and ``lora2`` (adapters of ``llama``), ``llama_eagle`` (EAGLE head for ``llama``), ``llama_draft`` (its
+            first two layers, a draft model that is seldom right), ``llama_noisy`` (one that is right half of the time:
+            all layers, a little changed), ``llama_awq`` or ``llama_int8`` (quantised).
 
     Raises:
         KeyError: no such model.
@@ -113,8 +125,10 @@ def make_all(folder: str) -> None:
 
 
 def _make_base_models(folder: Path) -> None:
+    import torch
     import transformers as hf
 
+    torch.manual_seed(0)  # for the few parameters that keep what transformers drew
     hf.utils.logging.disable_progress_bar()
     _save(folder / "llama", hf.LlamaForCausalLM(hf.LlamaConfig(**_COMMON, num_hidden_layers=_LAYERS)))
     for name, kv_heads in (("llama_mha", 4), ("llama_mqa", 1)):
@@ -154,27 +168,17 @@ def _make_base_models(folder: Path) -> None:
         layer_types=["sliding_attention", "full_attention"] * 2,
     )
     _save(folder / "gpt_oss", hf.GptOssForCausalLM(gpt_oss))
-    _save(folder / "qwen3_next", hf.Qwen3NextForCausalLM(_qwen3_next_config()))
-
-
-def _qwen3_next_config() -> Any:
-    import transformers as hf
-
-    return hf.Qwen3NextConfig(
-        # Heads so large, and so little state, that vLLM's blocks of attention hold 128 tokens.
-        **_COMMON | {"head_dim": 128},
-        num_hidden_layers=4,
-        layer_types=["linear_attention"] * 3 + ["full_attention"],
-        linear_num_value_heads=1,
-        linear_num_key_heads=1,
-        linear_key_head_dim=128,
-        linear_value_head_dim=128,
-        linear_conv_kernel_dim=4,
+    qwen3_next = hf.Qwen3NextConfig(
+        **_COMMON | _DELTA_NET,
         num_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=64,
         shared_expert_intermediate_size=64,
     )
+    _save(folder / "qwen3_next", hf.Qwen3NextForCausalLM(qwen3_next))
+    # Text alone, without experts. The released models, too, ask for float32 state beside a convolution in bfloat16.
+    qwen3_5 = hf.Qwen3_5TextConfig(**_COMMON | _DELTA_NET, mamba_ssm_dtype="float32")
+    _save(folder / "qwen3_5", hf.Qwen3_5ForCausalLM(qwen3_5))
 
 
 def _save(folder: Path, model: Any, embedding_std: float = 0.5) -> None:
@@ -190,6 +194,8 @@ def _scale_weights(model: torch.nn.Module, embedding_std: float) -> None:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, weight in model.named_parameters():
+            if name.endswith("A_log"):  # drawn at random by transformers; this small, a state forgets little
+                weight.fill_(-3.0)
             if weight.ndim < 2:  # norms keep their initial values
                 continue
             if "embed" in name:
