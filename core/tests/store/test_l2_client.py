@@ -381,6 +381,23 @@ def test_closing_writes_what_is_waiting(slab):
     assert client.exists(KEYS[:1]).outcome is Outcome.DROPPED
 
 
+def test_drained_is_what_follows_too(start, slab):
+    """A call that leads to another one when it ends: both have ended when nothing is under way any more."""
+    client = start(DictTier())
+    fill(slab, 0, 1)
+    assert client.put(KEYS[:1], [0]).wait()
+    for _ in range(100):
+        read = []
+
+        def then(_, read=read):
+            time.sleep(0.001)
+            client.get(KEYS[:1], [1], urgent=False, released=read.append)
+
+        client.exists(KEYS[:1], urgent=False, released=then)
+        assert client._calls.drain(time.monotonic() + 30)
+        assert read == [[True]]
+
+
 def test_closing_leaves_no_threads_and_doesnt_wait_for_ever(slab, monkeypatch):
     """Threads end with the client; one whose call hangs ends with the call, and its memory stays until then."""
     monkeypatch.setattr("kvplug.store.l2.client._DRAIN_SECONDS", SHORT)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvplug.log import get_logger
@@ -64,6 +64,8 @@ class Calls:
         self._running: set[Op] = set()
         # Calls whose time was up and which are still under way: their threads are of no use meanwhile.
         self._overdue: set[Op] = set()
+        # Operations that have ended, and of which somebody is being told: that may lead to the next one.
+        self._telling = 0
         self._idle = 0
         self._threads: list[threading.Thread] = []
         self._watcher: threading.Thread | None = None
@@ -84,6 +86,7 @@ class Calls:
         """
         with self._lock:
             closed = self._closed
+            self._telling += closed
             if not closed:
                 # Threads first: where none can be started, there is no operation either.
                 self._watch_over()
@@ -104,6 +107,7 @@ class Calls:
                     if operation in queue:
                         queue.remove(operation)
                         cancelled.append(operation)
+            self._telling += len(cancelled)
         self._drop(cancelled, asked=True)
 
     def hasten(self, operation: Op) -> None:
@@ -124,20 +128,21 @@ class Calls:
     def drain(self, until: float) -> bool:
         """Wait until nothing is under way or waits for its turn, and return whether that is so.
 
+        What follows from an operation has been done by then, too. Not to be called from there.
+
         Args:
             until: By `time.monotonic`.
 
         """
         with self._lock:
-            return self._quiet.wait_for(
-                lambda: not (self._running or self._urgent or self._background), max(0.0, until - time.monotonic())
-            )
+            return self._quiet.wait_for(self._is_quiet, max(0.0, until - time.monotonic()))
 
     def close(self) -> None:
         """Drop what waits for its turn, and take no more. What is under way ends by itself. See `join`."""
         with self._lock:
             self._closed = True
             waiting = [*self._urgent, *self._background]
+            self._telling += len(waiting)
             self._urgent.clear()
             self._background.clear()
             self._work.notify_all()
@@ -208,6 +213,7 @@ class Calls:
         with self._lock:
             self._running.discard(operation)
             self._overdue.discard(operation)
+            self._telling += 1
             late = operation.outcome is not Outcome.PENDING
             if not late:
                 operation.outcome = Outcome.DONE if error is None else Outcome.FAILED
@@ -218,7 +224,7 @@ class Calls:
         self._tell(self._listener.returned, error, late=late)
         self._release(operation, result)
         operation.end()
-        self._settle()
+        self._settle(1)
 
     def _watch_calls(self) -> None:
         while True:
@@ -234,6 +240,7 @@ class Calls:
                     expired += [operation for operation in queue if operation.deadline <= now]
                 for operation in expired:
                     (self._urgent if operation.urgent else self._background).remove(operation)
+                self._telling += len(expired)
                 for operation in overdue:
                     operation.outcome = Outcome.TIMEOUT
                 alarm = None if self._closed else self._listener.next_alarm()
@@ -249,25 +256,30 @@ class Calls:
             self._drop(expired)
             if ring:
                 self._tell(self._listener.alarm)
-            self._settle()
+            self._settle(0)
 
-    def _drop(self, operations: Iterable[Op], *, asked: bool = False) -> None:
+    def _drop(self, operations: Sequence[Op], *, asked: bool = False) -> None:
+        """End operations that were taken out of the queues, and counted as `_telling`."""
         for operation in operations:
             operation.outcome = Outcome.DROPPED
             if not asked:
                 self._tell(self._listener.dropped)
             self._release(operation, None)
             operation.end()
-        self._settle()
+        self._settle(len(operations))
 
     def _release(self, operation: Op, result: Any) -> None:
         released, operation.released = operation.released, None
         if released is not None:
             self._tell(released, result)
 
-    def _settle(self) -> None:
+    def _is_quiet(self) -> bool:
+        return not (self._running or self._urgent or self._background or self._telling)
+
+    def _settle(self, told: int) -> None:
         with self._lock:
-            if not (self._running or self._urgent or self._background):
+            self._telling -= told
+            if self._is_quiet():
                 self._quiet.notify_all()
 
     @staticmethod
