@@ -180,6 +180,31 @@ def test_blocks_reused_comes_once_and_only_after_a_preemption(live, new_request,
     assert len(connector.steps) == 3
 
 
+def test_blocks_reused_comes_in_each_step_beside_another_that_loads(live, new_request, scheduler_output):
+    """What another connector loads in the hook may go to blocks that this one still reads: it is told before."""
+    order = []
+
+    class Reads:
+        @kvplug.hookimpl(optionalhook=True)
+        def before_blocks_reused(self, step):
+            order.append("reads")
+
+    class Loads(Recorder):
+        def before_blocks_reused(self, step):
+            order.append("its own")
+
+        @kvplug.hookimpl
+        def before_update_states(self, step):
+            order.append("loads")
+
+    live(MultiConnector(Loads(), Reads()))
+    call = runner()
+    dispatch.before_update_states(
+        call, scheduler_output({"a": 8}, new=[new_request("a", 0, [1, 2])], metadata=SimpleNamespace(metadata=(1, 2)))
+    )
+    assert order == ["reads", "loads"]
+
+
 def test_a_failing_preemption_hook_does_not_stop_the_step(live, new_request, scheduler_output):
     """The step goes on when a preemption hook raises."""
 

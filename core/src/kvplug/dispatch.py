@@ -83,6 +83,8 @@ class Dispatcher:
             if has_hooks(type(member))
         ]
         self._loaders = [p for p in self.plugins if "before_update_states" in p.hooks]
+        # What one of them loads may go to blocks that another one still reads, preempted or not.
+        self._beside_loaders = [p for p in self.plugins if any(loader is not p for loader in self._loaders)]
         self._tables = BlockTables()
         self._agreement: Agreement | None = None
         self._block_sizes: tuple[int, ...] = ()
@@ -116,9 +118,10 @@ class Dispatcher:
         self._tables.update(scheduler_output)
         plan = StepPlan(scheduler_output, self._tables, self._block_sizes)
         steps = self._steps(plan)
-        if self._tables.preempted:
+        if self._tables.preempted or self._beside_loaders:
             for plugin, step in zip(self.plugins, steps, strict=True):
-                plugin.call("before_blocks_reused", step=step)
+                if self._tables.preempted or plugin in self._beside_loaders:
+                    plugin.call("before_blocks_reused", step=step)
         if not self._loaders:
             return scheduler_output
         loaded = self._load(scheduler_output.num_scheduled_tokens, steps)

@@ -73,10 +73,11 @@ class HookSpecs:
     def before_blocks_reused(self, step: Step) -> None:
         """Finish reading blocks of preempted requests, before anything can overwrite them.
 
-        Called in each worker at most once per step, and always when `step.preempted` isn't empty; before
-        `before_update_states` of the same step. (Before vLLM 0.25.1 nothing tells of requests that `reset_prefix_cache`
-        preempts until they resume.) Whatever still reads the preempted requests' blocks (an asynchronous
-        save) must be done, or have given up, when this returns.
+        Called in each worker at most once per step, and always when `step.preempted` isn't empty, or when another
+        connector of the worker implements `before_update_states`: what that loads may go to blocks of requests that
+        have ended. Before `before_update_states` of the same step. (Before vLLM 0.25.1 nothing tells of requests that
+        `reset_prefix_cache` preempts until they resume.) Whatever still reads blocks that aren't its request's any more
+        (an asynchronous save) must be done, or have given up, when this returns.
 
         Args:
             step: What the scheduler decided, read-only.

@@ -252,7 +252,8 @@ def test_handshakes_of_either_form():
         ("set_xfer_handshake_metadata_pp_aware", ((0, 0), (0, 1))),
     ):
         connector = scheduler_half()
-        slabs = (Type2Handshake(8, 64), Type2Handshake(6, 96))
+        sized_by = connector.scheduler.settings.slab_sized_by
+        slabs = (Type2Handshake(8, 64, sized_by), Type2Handshake(6, 96, sized_by))
         getattr(connector, call)(dict(zip(keys, slabs, strict=True)))
         assert connector.scheduler.store.allocator.capacity == 6
 
@@ -261,6 +262,7 @@ def test_others_handshakes_are_left_alone():
     """Under MultiConnector each child is given those of one: the workers' first reports say it instead."""
     connector = scheduler_half()
     connector.set_xfer_handshake_metadata({0: object()})
+    connector.set_xfer_handshake_metadata({0: Type2Handshake(9, 64, (1, True))})  # a type2 with other settings
     connector.set_xfer_handshake_metadata({})
     assert connector.scheduler._slots is None
     connector.update_connector_output(
@@ -434,11 +436,13 @@ def test_a_request_through_the_facade(facade):
     assert facade.reset_cache() is False
 
 
-def test_f3_blocks_are_not_asked_for_where_nothing_is_to_be_loaded(facade):
-    """F3: MultiConnector hands other children empty blocks, with 0 tokens."""
+@pytest.mark.parametrize("blocks", [[[]], [[1, 2, 3, 4, 5]]])
+def test_f3_nothing_is_loaded_to_blocks_that_another_loads_to(facade, blocks):
+    """F3: MultiConnector hands other children 0 tokens, with empty blocks below 0.29."""
     request = Request("a", range(17))
     facade.get_num_new_matched_tokens(request, 0)
-    facade.update_state_after_alloc(request, None, 0)
+    facade.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: blocks), 0)
+    assert facade.scheduler.num_transfers == 0
     assert sum(facade.scheduler.store.allocator._pins) == 0
 
 

@@ -204,9 +204,11 @@ class Type2Connector(PreemptionMixin, MetricsMixin, KVConnectorBase_V1, Supports
 
     def _take_handshakes(self, handshakes: Iterable[Any]) -> None:
         slab = None
+        ours = self.scheduler.settings.slab_sized_by
         for handshake in handshakes:
-            if not isinstance(handshake, Type2Handshake):
-                return  # under MultiConnector, those of another connector: workers tell it in their first reports
+            # Under MultiConnector they are those of its first connector: workers tell ours in their first reports.
+            if not isinstance(handshake, Type2Handshake) or handshake.sized_by != ours:
+                return
             slab = merge_slabs(slab, handshake)
         if slab is not None:
             self.scheduler.set_slab(slab)
@@ -220,8 +222,10 @@ class Type2Connector(PreemptionMixin, MetricsMixin, KVConnectorBase_V1, Supports
         return compat.cache_hit_sources(*self.scheduler.sources(request, num_external_tokens))
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Take in where the promised tokens go."""
-        block_ids = blocks.get_block_ids() if num_external_tokens else ()
+        """Take in where the promised tokens go, or that somebody else's may go to these blocks."""
+        block_ids = blocks.get_block_ids()
+        if not num_external_tokens:
+            self.scheduler.given_away(request, block_ids)
         self.scheduler.admit(request, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Type2Metadata:

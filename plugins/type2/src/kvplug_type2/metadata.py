@@ -72,6 +72,8 @@ class Type2Handshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     num_slots: int
     #: Bytes of a slot, its header included.
     value_bytes: int
+    #: The settings that decide both: `Type2Settings.slab_sized_by`.
+    sized_by: tuple[int, bool] = (0, False)
 
 
 @dataclass
@@ -103,7 +105,7 @@ def merge_slabs(one: Type2Handshake | None, other: Type2Handshake | None) -> Typ
     """Return what holds for the slabs of all ranks."""
     if one is None or other is None:
         return one or other
-    return Type2Handshake(min(one.num_slots, other.num_slots), max(one.value_bytes, other.value_bytes))
+    return Type2Handshake(min(one.num_slots, other.num_slots), max(one.value_bytes, other.value_bytes), one.sized_by)
 
 
 def _added(

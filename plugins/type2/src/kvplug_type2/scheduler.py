@@ -96,6 +96,8 @@ class Type2Scheduler:
         self._save_from: dict[str, int] = {}
         self._slots: _Slots | None = None
         self._new_loads: list[Load] = []
+        # Saves that read blocks which another connector may load to in the next step.
+        self._given_away: set[int] = set()
         self._down: dict[int, frozenset[str]] = {}
         self._reported_usage = 0
 
@@ -231,6 +233,26 @@ class Type2Scheduler:
         self._slots.lookups.forget(tracked)
         self._count(tracked, num_external_tokens)
 
+    def given_away(self, request: Any, block_ids: Sequence[list[int]]) -> None:
+        """Take in that vLLM has given a request blocks to which this connector loads nothing.
+
+        Under `MultiConnector` another one may load to them, and the request is in no step before that has ended.
+
+        Args:
+            request: vLLM's `Request`.
+            block_ids: Its block ids, by group; all empty where vLLM doesn't tell them (below 0.29).
+
+        """
+        if self._slots is None or not self._slots.transfers.saves:
+            return
+        transfers = self._slots.transfers
+        if not any(block_ids):
+            self._given_away.update(transfers.saves)
+            return
+        computed = self._track(request).num_local_tokens
+        for group, table in zip(self.groups, block_ids, strict=True):
+            self._given_away |= transfers.reading(table[computed // group.block_size :])
+
     def _parts(self, hit: Hit, block_ids: Sequence[list[int]], tokens: int) -> tuple[tuple[Part, ...], bool]:
         """Return what goes where, and whether that is all that must be loaded."""
         parts = []
@@ -293,7 +315,8 @@ class Type2Scheduler:
         if self._slots is None:
             return Type2Metadata(idle=idle)
         # What saves of this step read isn't overwritten by it.
-        overwritten = self._slots.transfers.reading(self._written_blocks(scheduler_output))
+        overwritten = self._slots.transfers.reading(self._written_blocks(scheduler_output)) | self._given_away
+        self._given_away = set()
         loads, self._new_loads = tuple(self._new_loads), []
         save = self._save(scheduler_output, starting)
         return Type2Metadata(

@@ -31,3 +31,8 @@ class Type2Settings(StoreSettings):
         description="Waiting requests that are held back at the same time until their blocks have come from L2, each "
         "for at most `l2_load_timeout`. Beyond that, requests start with what L1 has.",
     )
+
+    @property
+    def slab_sized_by(self) -> tuple[int, bool]:
+        """What decides the slots of a worker, for one model: bytes of L1 per rank, and whether there are L2 tiers."""
+        return self.l1_size_per_rank, bool(self.tiers)

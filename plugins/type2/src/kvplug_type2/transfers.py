@@ -87,6 +87,11 @@ class Transfers:
             return set()
         return {number for block in block_ids if (number := self._read_by.get(block)) is not None}
 
+    @property
+    def saves(self) -> Collection[int]:
+        """The saves under way."""
+        return self._saves.keys()
+
     def loads_ended(self, reports: Mapping[int, tuple[int, bool]]) -> list[str]:
         """Take in what ranks report of loads: how many ranks, and whether it failed for one of them.
 

@@ -143,7 +143,9 @@ class Type2Worker:
         """Say what the scheduler half must know of this rank's slab; None before there is one."""
         if self._slab is None:
             return None
-        return Type2Handshake(self._slab.num_slots, self._slab.header_bytes + self._slab.slot_bytes)
+        return Type2Handshake(
+            self._slab.num_slots, self._slab.header_bytes + self._slab.slot_bytes, self._settings.slab_sized_by
+        )
 
     def close(self) -> None:
         """Write to L2 what is on its way there, and give the host memory back. May be called again."""
