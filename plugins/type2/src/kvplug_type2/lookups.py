@@ -115,18 +115,27 @@ class Lookups:
                 wait.prefetches = self._fetch(finder.wanted_first(hit, keys, limit))
             else:
                 wait.last_stage = True
-        if not all(prefetch.over for prefetch in wait.prefetches):
+        if self._is_fetching(wait):
             return True
         if not wait.last_stage:
             wait.last_stage = True
-            then = self._fetch(finder.wanted_then(hit, keys, limit))
-            wait.prefetches += then
-            if not all(prefetch.over for prefetch in then):
+            wait.then(self._fetch(finder.wanted_then(hit, keys, limit)))
+            if self._is_fetching(wait):
                 return True
-        if wait.prefetches:
+        if wait.tiers:
             hit.scanned = -1  # what has come may make an end possible that wasn't
             finder.find(hit, keys, hit.local, limit)
         return any(store.is_coming(key) for key in finder.missing(hit, keys, limit))
+
+    def _is_fetching(self, wait: Wait) -> bool:
+        """Say whether something is on its way from L2. What was too much at a time follows when the rest is there."""
+        if not all(prefetch.over for prefetch in wait.prefetches):
+            return True
+        following = [self._store.go_on(prefetch) for prefetch in wait.prefetches]
+        if not any(following):
+            return False
+        wait.then([prefetch for prefetch in following if prefetch is not None])
+        return True
 
     def _fetch(self, wanted: Sequence[tuple[Sequence[bytes], bool]]) -> list[Prefetch]:
         return [self._store.prefetch(keys, only_last=only_last) for keys, only_last in wanted if keys]

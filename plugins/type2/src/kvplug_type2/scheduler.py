@@ -227,7 +227,7 @@ class Type2Scheduler:
                 self.admission.started(request)
             tracked.num_promised_tokens = num_external_tokens
             if wait is not None:
-                tracked.fetched_from = frozenset().union(*(prefetch.tiers for prefetch in wait.prefetches))
+                tracked.fetched_from = wait.tiers
                 if tracked.fetched_from:
                     tracked.num_fetched_tokens = max(0, tokens - max(wait.tokens_before, hit.local))
         self._slots.lookups.forget(tracked)

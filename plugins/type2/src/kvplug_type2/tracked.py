@@ -20,13 +20,25 @@ class Wait:
 
     #: When it doesn't wait any longer, by `time.monotonic`.
     until: float
+    #: Those that aren't known to be over.
     prefetches: list[Prefetch] = field(default_factory=list)
+    #: Tiers from which something has come by those before.
+    earlier_tiers: frozenset[str] = frozenset()
     #: Whether it is known already what else to fetch.
     last_stage: bool = False
     #: Tokens that L1 or vLLM's cache had before.
     tokens_before: int = 0
     #: Whether its time was up once.
     timed_out: bool = False
+
+    @property
+    def tiers(self) -> frozenset[str]:
+        """Names of the tiers from which something has come."""
+        return self.earlier_tiers.union(*(prefetch.tiers for prefetch in self.prefetches))
+
+    def then(self, prefetches: list[Prefetch]) -> None:
+        """Wait for these now."""
+        self.earlier_tiers, self.prefetches = self.tiers, prefetches
 
 
 @dataclass

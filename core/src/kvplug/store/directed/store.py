@@ -111,6 +111,10 @@ class DirectedStore:
         """Begin to bring blocks from L2 into L1, as `Loader.prefetch` does."""
         return self._loader.prefetch(keys, only_last=only_last)
 
+    def go_on(self, prefetch: Prefetch) -> Prefetch | None:
+        """Begin to bring what a prefetch that is over has left out, as `Loader.go_on` does."""
+        return self._loader.go_on(prefetch)
+
     def is_coming(self, key: bytes) -> bool:
         """Say whether a block will be in L1 soon: it is being saved, or on its way from an L2 tier that isn't late."""
         if self._loader.is_coming(key):

@@ -38,9 +38,19 @@ class _Batch:
 
 
 class Prefetch:
-    """What one call of `Loader.prefetch` has begun."""
+    """What one call of `Loader.prefetch` has begun.
 
-    def __init__(self) -> None:
+    Attributes:
+        last: The last block that was asked for; None if none was.
+        left_out: Blocks that weren't asked for, since too much is on its way. See `Loader.go_on`.
+        only_last: See `Loader.prefetch`.
+
+    """
+
+    def __init__(self, *, only_last: bool = False) -> None:
+        self.last: bytes | None = None
+        self.left_out: Sequence[bytes] = ()
+        self.only_last = only_last
         self._batches: list[_Batch] | None = None
 
     def started(self, batches: list[_Batch]) -> None:
@@ -120,7 +130,8 @@ class Loader:
         self._writer = writer
         self._stats = stats
         self._value_bytes = memory.slab.header_bytes + memory.slab.slot_bytes
-        self._budget = _Budget(prefetch_bytes // self._value_bytes)
+        self._max_blocks = prefetch_bytes // self._value_bytes
+        self._budget = _Budget(self._max_blocks)
         self._lock = threading.Lock()
         self._coming: dict[bytes, _Batch] = {}
 
@@ -159,32 +170,54 @@ class Loader:
             only_last: Bring the last block that a tier has, instead of the run up to the first that none has.
 
         """
+        prefetch = self._prefetch_last(keys) if only_last else self._prefetch_run(keys)
+        if prefetch.left_out:
+            self._stats.add("l2_prefetches_dropped", len(prefetch.left_out))
+        return prefetch
+
+    def go_on(self, prefetch: Prefetch) -> Prefetch | None:
+        """Begin to bring what a prefetch that is over has left out.
+
+        Returns:
+            The next prefetch, which may have left out all again; None if nothing was left out, if what has come ends
+            before that, or if there is no room for prefetches at all.
+
+        """
+        if not prefetch.left_out or not self._max_blocks:
+            return None
+        if prefetch.only_last:
+            return self._prefetch_last(prefetch.left_out)
+        if prefetch.last is not None and not self._is_here(prefetch.last):
+            return None
+        return self._prefetch_run(prefetch.left_out)
+
+    def _prefetch_run(self, keys: Sequence[bytes]) -> Prefetch:
         prefetch = Prefetch()
-        if only_last:
-            self._prefetch_last(keys, prefetch)
-            return prefetch
         first = next((index for index, key in enumerate(keys) if not self._is_here(key)), len(keys))
         wanted = keys[first:]
         share = self._budget.take(len(wanted))
         chosen = wanted[: share.blocks]
-        if len(chosen) < len(wanted):
-            self._stats.add("l2_prefetches_dropped", len(wanted) - len(chosen))
+        prefetch.left_out = wanted[len(chosen) :]
         if chosen:
+            prefetch.last = chosen[-1]
             where: list[int | None] = [_HERE if self._is_here(key) else None for key in chosen]
-            self._look_up(chosen, where, 0, share, prefetch, only_last=False)
+            self._look_up(chosen, where, 0, share, prefetch)
         else:
             prefetch.started([])
         return prefetch
 
-    def _prefetch_last(self, keys: Sequence[bytes], prefetch: Prefetch) -> None:
+    def _prefetch_last(self, keys: Sequence[bytes]) -> Prefetch:
+        prefetch = Prefetch(only_last=True)
         # What is after the last one that is here already may be better.
         here = next((index for index in range(len(keys) - 1, -1, -1) if self._is_here(keys[index])), -1)
         wanted = keys[here + 1 :]
         share = self._budget.take(min(1, len(wanted)))
         if share.blocks:
-            self._look_up(wanted, [None] * len(wanted), 0, share, prefetch, only_last=True)
+            self._look_up(wanted, [None] * len(wanted), 0, share, prefetch)
         else:
+            prefetch.left_out = wanted
             prefetch.started([])
+        return prefetch
 
     def is_coming(self, key: bytes) -> bool:
         """Say whether a block is on its way from L2."""
@@ -219,14 +252,12 @@ class Loader:
         number: int,
         share: _Share,
         prefetch: Prefetch,
-        *,
-        only_last: bool,
     ) -> None:
         """Ask the tiers from one on in the background, then start reading."""
         asked = [index for index, place in enumerate(where) if place is None]
         try:
             if not asked or number == len(self._clients):
-                started = self._start(*(_last(keys, where) if only_last else (keys, _run(where))), share)
+                started = self._start(*(_last(keys, where) if prefetch.only_last else (keys, _run(where))), share)
                 on_their_way = sum(len(batch.keys) for batch in started)
                 self._stats.add("l2_prefetched", on_their_way)
                 share.leave(len(keys) - on_their_way)
@@ -235,7 +266,7 @@ class Loader:
 
             def released(found: list[bool] | None) -> None:
                 self._note(where, asked, found or [False] * len(asked), number)
-                self._look_up(keys, where, number + 1, share, prefetch, only_last=only_last)
+                self._look_up(keys, where, number + 1, share, prefetch)
 
             self._clients[number].exists([keys[index] for index in asked], urgent=False, released=released)
         except BaseException:
