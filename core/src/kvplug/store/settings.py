@@ -85,20 +85,21 @@ class StoreSettings(L1Settings):
         default=ByteSize(256 * _MIB),
         examples=["256MiB"],
         description="Bytes that may be on their way from one rank to each L2 tier; blocks beyond that aren't written. "
-        "At most a quarter of L1.",
+        "At most a quarter of L1, but for evicted blocks.",
     )
     l2_prefetch_inflight_per_rank: Size = Field(
         default=ByteSize(256 * _MIB),
         examples=["256MiB"],
-        description="Bytes that may be on their way from L2 to one rank for requests that wait to be scheduled; 0 "
-        "turns that off. At most a quarter of L1.",
+        description="Bytes that may be on their way from L2 to one rank for requests that wait to be scheduled, at "
+        "most a quarter of L1. 0 turns that off: type2 then brings nothing from L2.",
     )
     l2_load_timeout: float = Field(
         default=0.5,
         gt=0,
         le=60,
         examples=[0.5],
-        description="Seconds that a step waits for blocks from L2, and that one lookup may take.",
+        description="Seconds that a step (type1) or a request (type2) waits for blocks from L2, and that one lookup "
+        "may take.",
     )
     l2_timeout: float = Field(
         default=2.0,
