@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from pathlib import Path
 
@@ -94,6 +95,23 @@ while True: time.sleep(1)
     beats = heartbeat.stat().st_size
     time.sleep(0.5)
     assert heartbeat.stat().st_size == beats
+
+
+def test_a_probe_ends_with_the_command(probe, tmp_path):
+    """SIGTERM, as from a health check's time limit, leaves no process behind, and is taken as ever afterwards."""
+    heartbeat = tmp_path / "heartbeat"
+    probe(f"""
+os.kill(os.getppid(), signal.SIGTERM)
+while True:
+    open({str(heartbeat)!r}, "a").write("x"); time.sleep(0.05)
+""")
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit, match="143"):
+        ask("vllm", timeout=60)
+    beats = heartbeat.stat().st_size if heartbeat.exists() else 0
+    time.sleep(0.5)
+    assert (heartbeat.stat().st_size if heartbeat.exists() else 0) == beats
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_python_that_says_nothing(probe):

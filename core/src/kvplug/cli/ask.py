@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any
@@ -108,7 +109,8 @@ def _run(request: str, timeout: float) -> tuple[list[dict[str, Any]], str | None
         )
         end = None
         try:
-            output, _ = process.communicate(timeout=timeout)
+            with _terminated_like_interrupted():
+                output, _ = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             end = f"took longer than {timeout:g} s."
             output = ""
@@ -120,6 +122,23 @@ def _run(request: str, timeout: float) -> tuple[list[dict[str, Any]], str | None
         elif process.returncode != 0:
             end = f"ended with {_status(process.returncode)}: {_tail(log)}"
     return list(_lines(output)), end
+
+
+@contextlib.contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """Let SIGTERM raise, as Ctrl-C does, so that no probe is left behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _kill(group: int) -> None:
