@@ -1,4 +1,4 @@
-"""The demo: a real vLLM server that reuses KV through type1, measured, and compared with vLLM alone.
+"""The demo: a real vLLM server that reuses KV through type1 or type2, measured, and compared with vLLM alone.
 
 Run it as ``make demo``, or ``.venv/bin/python scripts/demo.py``. `docs/demo.md` says what it does and what its
 numbers mean.
@@ -38,8 +38,8 @@ from rich.console import Console
 _ROOT = Path(__file__).resolve().parents[1]
 _BUILD = _ROOT / "build"
 
-#: All that names the connector.
-_TYPE1 = ("--kv-transfer-config", '{"kv_connector":"Type1Connector","kv_role":"kv_both"}')
+#: All that names a connector.
+_NAMES = {"type1": "Type1Connector", "type2": "Type2Connector"}
 
 _START_TIMEOUT = 600.0
 
@@ -59,6 +59,7 @@ class Demo:
         self._options = options
         self._console = console
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._connector: str = options.connector
         self._total = options.conversations * options.turns
 
     def run(self) -> dict[str, Any]:
@@ -77,18 +78,20 @@ class Demo:
             model = make_model(_BUILD / "demo", self._options.seed)
         with self._vllm() as first:
             try:
-                alone, type1 = self._start(model, port, first)
-                passes, hook_mode = self._passes(alone, type1)
+                alone, ours = self._start(model, port, first)
+                passes, hook_mode = self._passes(alone, ours)
                 if self._options.l2:
-                    restarted = self._restarted(model, port, type1, passes.alone.requests, first)
+                    restarted = self._restarted(model, port, ours, passes.alone.requests, first)
                     passes = replace(passes, restarted=restarted)
             finally:
                 end(self._processes)
-        return result(passes, hook_mode, self._about(time.monotonic() - started), wanted=self._options.hook)
+        wanted = self._options.hook if self._connector == "type1" else None
+        about = self._about(time.monotonic() - started)
+        return result(passes, hook_mode, about, connector=self._connector, wanted=wanted)
 
     @contextlib.contextmanager
     def _vllm(self) -> Iterator[Path | None]:
-        """Have the vLLM of the server with type1: the folder that has it, or None for the installed one as it is."""
+        """Have the vLLM of the server with the connector: the folder that has it, or None for the installed one."""
         if self._options.hook == "import":
             yield None
             return
@@ -100,56 +103,58 @@ class Demo:
     def _start(self, model: Path, port: int, first: Path | None) -> tuple[Server, Server]:
         """Start both servers; most of a start is imports, so two at once take little longer than one."""
         out: Path = self._options.out
-        type1 = Server.start(model, port, out / "server-type1.log", _BUILD, *_TYPE1, first=first)
-        self._processes.append(type1.process)
+        name = self._connector
+        ours = Server.start(model, port, out / f"server-{name}.log", _BUILD, *self._config(), first=first)
+        self._processes.append(ours.process)
         alone = Server.start(model, free_port(), out / "server-alone.log", _BUILD)
         self._processes.append(alone.process)
-        with stage(self._console, f"Starting two servers: vLLM alone, and with type1 (port {port})") as show:
-            self._wait([alone, type1], show)
+        with stage(self._console, f"Starting two servers: vLLM alone, and with {name} (port {port})") as show:
+            self._wait([alone, ours], show)
             # A server's first request is slow for other reasons; this one shares nothing with the workload.
-            for server in (alone, type1):
+            for server in (alone, ours):
                 send(server, Request(0, 0, ({"role": "user", "content": "Good morning. " * 20},)))
                 server.reset(store=True)
-        return alone, type1
+        return alone, ours
 
-    def _passes(self, alone: Server, type1: Server) -> tuple[Passes, str | None]:
-        without, cold = self._cold(alone, type1)
+    def _config(self, **settings: Any) -> tuple[str, str]:
+        config: dict[str, Any] = {"kv_connector": _NAMES[self._connector], "kv_role": "kv_both"}
+        if settings:
+            config["kv_connector_extra_config"] = settings
+        return "--kv-transfer-config", json.dumps(config)
+
+    def _passes(self, alone: Server, ours: Server) -> tuple[Passes, str | None]:
+        without, cold = self._cold(alone, ours)
         end([alone.process])
-        type1.reset(store=True)
-        visit = self._again("First visit: type1 stores blocks", type1, without.requests, _nothing)
+        ours.reset(store=True)
+        visit = self._again(f"First visit: {self._connector} stores blocks", ours, without.requests, _nothing)
         warm = self._again(
-            "Warm: type1 loads blocks, vLLM's cache is emptied",
-            type1,
+            f"Warm: {self._connector} loads blocks, vLLM's cache is emptied",
+            ours,
             without.requests,
-            lambda: type1.reset(store=False),
+            lambda: ours.reset(store=False),
         )
-        return Passes(without, cold, visit, warm), hook_delivery(type1.log)
+        return Passes(without, cold, visit, warm), hook_delivery(ours.log)
 
-    def _restarted(self, model: Path, port: int, type1: Server, requests: Sequence[Request], vllm: Path | None) -> Pass:
+    def _restarted(self, model: Path, port: int, ours: Server, requests: Sequence[Request], vllm: Path | None) -> Pass:
         """Have the requests answered over an L2 tier, start the server again, and send them once more.
 
         It needs servers of its own: what the others stored after a reset is theirs alone, and ends with them.
         """
-        end([type1.process])
+        end([ours.process])
         folder: Path = self._options.out / "l2"
         shutil.rmtree(folder, ignore_errors=True)
         first = self._start_over_l2(model, port, folder, "server-l2.log", vllm)
         self._again(f"First visit, over L2 ({self._options.l2})", first, requests, _nothing)
         end([first.process])
         second = self._start_over_l2(model, port, folder, "server-l2-again.log", vllm)
-        title = f"After a restart: type1 loads blocks from L2 ({self._options.l2})"
+        title = f"After a restart: {self._connector} loads blocks from L2 ({self._options.l2})"
         found = self._again(title, second, requests, lambda: second.reset(store=False))
         end([second.process])
         shutil.rmtree(folder, ignore_errors=True)
         return found
 
     def _start_over_l2(self, model: Path, port: int, folder: Path, log: str, vllm: Path | None) -> Server:
-        config = {
-            "kv_connector": "Type1Connector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"l2": self._options.l2, "disk_path": str(folder), "disk_size": "4GiB"},
-        }
-        arguments = ("--kv-transfer-config", json.dumps(config))
+        arguments = self._config(l2=self._options.l2, disk_path=str(folder), disk_size="4GiB")
         server = Server.start(model, port, self._options.out / log, _BUILD, *arguments, first=vllm)
         self._processes.append(server.process)
         with stage(self._console, f"Starting a server over L2 ({self._options.l2})") as show:
@@ -164,31 +169,31 @@ class Demo:
             show(0, "still starting")
             time.sleep(0.2)
 
-    def _cold(self, alone: Server, type1: Server) -> tuple[Pass, Pass]:
+    def _cold(self, alone: Server, ours: Server) -> tuple[Pass, Pass]:
         """Have the conversations with nothing cached or stored, each request on one server right after the other.
 
         So whatever else the machine does meanwhile concerns both.
         """
         workload = conversations(self._options.conversations, self._options.turns)
-        meters = Meter(alone), Meter(type1)
-        with_type1 = []
+        meters = Meter(alone, self._connector), Meter(ours, self._connector)
+        with_ours = []
         with stage(self._console, "Cold: nothing is cached, on both servers", 2 * self._total) as show:
 
             def ask(request: Request) -> Reply:
                 alone.reset(store=False)
                 reply = send(alone, request)
                 show(1, _said(reply))
-                type1.reset(store=True)
-                with_type1.append(send(type1, request))
-                show(1, _said(with_type1[-1]))
+                ours.reset(store=True)
+                with_ours.append(send(ours, request))
+                show(1, _said(with_ours[-1]))
                 return reply
 
             replies = list(converse(ask, workload))
-        return meters[0].read(replies), meters[1].read(with_type1)
+        return meters[0].read(replies), meters[1].read(with_ours)
 
     def _again(self, title: str, server: Server, requests: Sequence[Request], before: Callable[[], None]) -> Pass:
         """Send requests again, with something done before each."""
-        meter = Meter(server)
+        meter = Meter(server, self._connector)
         replies = []
         with stage(self._console, title, len(requests)) as show:
             for request in requests:
@@ -211,9 +216,13 @@ class Demo:
             "versions": {
                 "python": platform.python_version(),
                 "vllm": vllm.__version__,
-                **{name: importlib.metadata.version(name) for name in ("kvplug", "kvplug-hooks", "kvplug-type1")},
+                **{name: importlib.metadata.version(name) for name in _distributions(self._connector)},
             },
         }
+
+
+def _distributions(connector: str) -> list[str]:
+    return ["kvplug", f"kvplug-{connector}", *(["kvplug-hooks"] if connector == "type1" else [])]
 
 
 def _nothing() -> None:

@@ -25,9 +25,11 @@ from demolib import report, text
 from demolib.client import Pass, Reply, Request, converse
 from demolib.hook import hook_delivery
 from demolib.model import make_model
+from demolib.options import read_options
 from demolib.plot import plot
 from demolib.processes import end, exit_status, spawn
 from demolib.server import Server, ServerError, free_port
+from rich.console import Console
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -198,6 +200,20 @@ def test_the_hook_is_that_of_the_running_worker():
     assert hook_delivery(line.replace("by import", "by None")) is None
     assert hook_delivery(line.replace("Type1", "Other")) is None
     assert hook_delivery("") is None
+
+
+def test_type2_needs_no_hook(capsys: pytest.CaptureFixture[str]):
+    """It isn't looked for, nothing is said of it, and how it is delivered can't be chosen."""
+    found = report.result(_passes(), None, {}, connector="type2", wanted=None)
+    assert not report.faults(found)
+    console = Console(width=100, force_terminal=False)
+    with console.capture() as shown:
+        console.print(report.table(found))
+    assert "type2, warm" in shown.get()
+    assert "hook" not in shown.get()
+    with pytest.raises(SystemExit):
+        read_options(["--connector", "type2", "--hook", "file"], Path("out"))
+    assert "type2 needs no hook" in capsys.readouterr().err
 
 
 def test_the_plot_is_a_png(tmp_path: Path):

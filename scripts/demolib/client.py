@@ -14,7 +14,8 @@ __all__ = ["ANSWER_TOKENS", "Meter", "Pass", "Reply", "Request", "converse", "se
 #: Tokens of each answer.
 ANSWER_TOKENS = 16
 
-_LOADED = "vllm:kvplug_tokens_loaded_total"
+#: Tokens that a connector loaded, by its name: what type2 does, vLLM counts itself.
+_LOADED = {"type1": "vllm:kvplug_tokens_loaded_total", "type2": "vllm:external_prefix_cache_hits_total"}
 _LOCAL_HITS = "vllm:prefix_cache_hits_total"
 
 
@@ -92,16 +93,17 @@ def converse(ask: Callable[[Request], Reply], conversations: Sequence[Conversati
 class Meter:
     """What a server's counters grow by during a pass."""
 
-    def __init__(self, server: Server) -> None:
-        """Begin a pass."""
+    def __init__(self, server: Server, connector: str) -> None:
+        """Begin a pass, with `type1` or `type2`."""
         self._server = server
-        self._loaded = server.metric(_LOADED)
+        self._name = _LOADED[connector]
+        self._loaded = server.metric(self._name)
         self._hits = server.metric(_LOCAL_HITS)
 
     def read(self, replies: list[Reply]) -> Pass:
         """End it, and return it with what was answered."""
         server = self._server
-        return Pass(replies, server.metric(_LOADED) - self._loaded, server.metric(_LOCAL_HITS) - self._hits)
+        return Pass(replies, server.metric(self._name) - self._loaded, server.metric(_LOCAL_HITS) - self._hits)
 
 
 def send(server: Server, request: Request) -> Reply:

@@ -21,8 +21,9 @@ def read_options(arguments: Sequence[str] | None, out: Path) -> argparse.Namespa
     """
     parser = argparse.ArgumentParser(
         prog="make demo ARGS=...",
-        description="Serves conversations with vLLM and kvplug's type1, measures the time to first token cold and "
-        "warm, and compares every answer with vLLM alone. Exits with 1 if an answer differs or nothing was reused.",
+        description="Serves conversations with vLLM and one of kvplug's connectors, measures the time to first token "
+        "cold and warm, and compares every answer with vLLM alone. Exits with 1 if an answer differs or nothing was "
+        "reused.",
     )
     parser.add_argument(
         "--conversations",
@@ -41,6 +42,9 @@ def read_options(arguments: Sequence[str] | None, out: Path) -> argparse.Namespa
         help=f"turns of each, 1 to {MAX_TURNS} (default 4)",
     )
     parser.add_argument(
+        "--connector", default="type1", choices=("type1", "type2"), help="the connector to show (default type1)"
+    )
+    parser.add_argument(
         "--l2",
         choices=["disk"],
         help="also show that reuse survives a restart of the server, over this L2 tier",
@@ -52,7 +56,7 @@ def read_options(arguments: Sequence[str] | None, out: Path) -> argparse.Namespa
         default=0,
         choices=range(1 << 16),
         metavar="PORT",
-        help="port of the server with type1 (default: any that is free)",
+        help="port of the server with the connector (default: any that is free)",
     )
     parser.add_argument(
         "--hook",
@@ -68,5 +72,7 @@ def read_options(arguments: Sequence[str] | None, out: Path) -> argparse.Namespa
         help="folder for result.json, ttft.png and the servers' logs (default build/demo)",
     )
     options = parser.parse_args(arguments)
+    if options.connector == "type2" and options.hook != "import":
+        parser.error("--hook is for type1: type2 needs no hook")
     options.out = options.out.resolve()
     return options

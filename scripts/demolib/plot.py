@@ -11,8 +11,8 @@ __all__ = ["plot"]
 
 _SERIES = {
     "alone": ("vLLM alone, nothing cached", "#b8bcc4"),
-    "cold": ("type1, nothing stored", "#e08a3c"),
-    "warm": ("type1, stored by an earlier visit", "#2f6db5"),
+    "cold": ("{}, nothing stored", "#e08a3c"),
+    "warm": ("{}, stored by an earlier visit", "#2f6db5"),
 }
 _WIDTH = 0.27
 
@@ -42,7 +42,7 @@ def plot(found: dict[str, Any], file: Path) -> None:
         points = [[row[f"ttft_{name}_s"] for row in by_turn[turn]] for turn in turns]
         places = [turn + (index - 1) * _WIDTH for turn in turns]
         heights = [median(values) for values in points]
-        axes.bar(places, heights, _WIDTH * 0.92, color=colour, label=label)
+        axes.bar(places, heights, _WIDTH * 0.92, color=colour, label=label.format(found["connector"]))
         for place, values, height in zip(places, points, heights, strict=True):
             axes.plot([place] * len(values), values, "o", color="#1d2026", markersize=2.6, alpha=0.7, linestyle="none")
             text = f"{height:.1f} s" if height >= 1 else f"{height:.2f} s"

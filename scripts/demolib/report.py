@@ -35,13 +35,13 @@ class Passes:
 
     #: vLLM without a connector, nothing cached.
     alone: Pass
-    #: With type1, nothing cached and nothing stored.
+    #: With the connector, nothing cached and nothing stored.
     cold: Pass
-    #: With type1, as the conversations come: this is where the blocks are stored.
+    #: With the connector, as the conversations come: this is where the blocks are stored.
     visit: Pass
-    #: With type1, nothing in vLLM's own cache, all of it stored.
+    #: With the connector, nothing in vLLM's own cache, all of it stored.
     warm: Pass
-    #: With type1 on a server that was started again, over an L2 tier.
+    #: With the connector on a server that was started again, over an L2 tier.
     restarted: Pass | None = None
 
 
@@ -61,28 +61,37 @@ def _logprobs(replies: Iterable[Reply]) -> list[float]:
     return [logprob for reply in replies for logprob in reply.logprobs]
 
 
-def result(passes: Passes, hook_mode: str | None, about: dict[str, Any], *, wanted: str = "import") -> dict[str, Any]:
+def result(
+    passes: Passes,
+    hook_mode: str | None,
+    about: dict[str, Any],
+    *,
+    connector: str = "type1",
+    wanted: str | None = "import",
+) -> dict[str, Any]:
     """Return the content of `result.json`.
 
     Args:
         passes: The passes.
         hook_mode: How the hook was delivered to the running server, or None.
         about: What was run, and on what.
-        wanted: How it was to be delivered.
+        connector: Which was shown.
+        wanted: How it was to be delivered; None if the connector needs none.
 
     """
-    with_type1 = {"cold": passes.cold, "visit": passes.visit, "warm": passes.warm}
+    with_ours = {"cold": passes.cold, "visit": passes.visit, "warm": passes.warm}
     again: dict[str, Any] = {}
     if passes.restarted is not None:
-        with_type1["restarted"] = passes.restarted
+        with_ours["restarted"] = passes.restarted
         again = {
             "tokens_loaded_restarted": passes.restarted.tokens_loaded,
             "ttft_restarted_s": median(passes.restarted.ttfts_s),
         }
-    compared = {name: compare(passes.alone.replies, each.replies) for name, each in with_type1.items()}
+    compared = {name: compare(passes.alone.replies, each.replies) for name, each in with_ours.items()}
     differences = {name: largest for name, (_, largest) in compared.items()}
     timed = {"alone": passes.alone, "cold": passes.cold, "warm": passes.warm}
     return {
+        "connector": connector,
         "requests": len(passes.warm.replies),
         "prompt_tokens": passes.warm.prompt_tokens,
         "tokens_loaded": passes.warm.tokens_loaded,
@@ -130,11 +139,14 @@ def faults(found: dict[str, Any]) -> list[str]:
         f"{found['vllm_prefix_hits']:,} tokens were in vLLM's own prefix cache, which should be empty.": (
             found["vllm_prefix_hits"] == 0
         ),
-        "The hook isn't live in the server's worker, or how it got there can't be told.": bool(found["hook_mode"]),
-        f"The hook was to be delivered by {found['hook_wanted']}, and was by {found['hook_mode']}.": (
-            found["hook_mode"] in (found["hook_wanted"], None)
-        ),
     }
+    if found["hook_wanted"]:
+        checks |= {
+            "The hook isn't live in the server's worker, or how it got there can't be told.": bool(found["hook_mode"]),
+            f"The hook was to be delivered by {found['hook_wanted']}, and was by {found['hook_mode']}.": (
+                found["hook_mode"] in (found["hook_wanted"], None)
+            ),
+        }
     if (loaded := found.get("tokens_loaded_restarted")) is not None:
         sentence = f"Only {loaded:,} of {found['prompt_tokens']:,} prompt tokens were loaded after the restart."
         checks[sentence] = loaded >= _LEAST_LOADED * found["prompt_tokens"]
@@ -156,7 +168,7 @@ def table(found: dict[str, Any]) -> RenderableType:
     """Return the table that the demo ends with."""
     columns = Table(box=SIMPLE_HEAD, pad_edge=False)
     columns.add_column("")
-    for heading in ("vLLM alone", "type1, cold", "type1, warm"):
+    for heading in ("vLLM alone", f"{found['connector']}, cold", f"{found['connector']}, warm"):
         columns.add_column(heading, justify="right")
     worst = found["ttft_worst_s"]
     requests, prompt_tokens = f"{found['requests']}", f"{found['prompt_tokens']:,}"
@@ -177,7 +189,8 @@ def table(found: dict[str, Any]) -> RenderableType:
         )
         facts.add_row("after a restart", f"{restarted} loaded")
     hook_mode = found["hook_mode"]
-    facts.add_row("hook", f"{hook_mode or 'none'}: {_DELIVERIES[hook_mode]}")
+    if found["hook_wanted"]:
+        facts.add_row("hook", f"{hook_mode or 'none'}: {_DELIVERIES[hook_mode]}")
     facts.add_row("equal tokens", _yes_no(found["tokens_equal"]))
     difference = f" (largest difference {max(found['logprobs_max_difference'].values()):.1e})"
     facts.add_row("equal log-probabilities", Text.assemble(_yes_no(found["logprobs_equal"]), difference))
