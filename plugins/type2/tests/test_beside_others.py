@@ -53,11 +53,14 @@ def test_the_control(monkeypatch):
     """Without that, what is saved is what the other one loaded."""
     monkeypatch.setattr(Type2Scheduler, "given_away", lambda self, request, blocks: None)
     with pytest.raises(WrongKVError):
-        save_while_another_loads(0, "v1")
+        save_while_another_loads(0, "v1", patience=60)
 
 
-def save_while_another_loads(number, runner):
-    """Let one child save slowly while the other loads to the same blocks; return what is loaded of the former."""
+def save_while_another_loads(number, runner, patience=1):
+    """Let one child save slowly while the other loads to the same blocks; return what is loaded of the former.
+
+    The save takes `patience` seconds, or until the other one has loaded, if nothing waits for the save.
+    """
     with Simulation(
         both(child(), child()), num_blocks=8, max_model_len=96, max_num_batched_tokens=96, runner=runner
     ) as simulation:
@@ -72,7 +75,7 @@ def save_while_another_loads(number, runner):
         inner, going = cache.gather, threading.Event()
 
         def slow(*args, **kwargs):
-            going.wait(1)  # so long nothing but the step waits
+            going.wait(patience)
             return inner(*args, **kwargs)
 
         cache.gather = slow
