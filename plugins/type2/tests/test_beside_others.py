@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 
 import pytest
 
@@ -36,6 +37,15 @@ def serve(simulation, text):
     return simulation.finished[request]
 
 
+def finish(simulation, text):
+    """Step until a request has ended, whatever is still under way then."""
+    request = simulation.add_request(text, 1)
+    while simulation.finished[request].reason is None:
+        simulation.step()
+        time.sleep(0.001)
+    return simulation.finished[request]
+
+
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 @pytest.mark.parametrize("told", [True, False])
 @pytest.mark.parametrize("saver", [0, 1])
@@ -59,7 +69,7 @@ def test_the_control(monkeypatch):
 def save_while_another_loads(number, runner, patience=1):
     """Let one child save slowly while the other loads to the same blocks; return what is loaded of the former.
 
-    The save takes `patience` seconds, or until the other one has loaded, if nothing waits for the save.
+    The save takes `patience` seconds, or until the other one has loaded, if that doesn't wait for the save.
     """
     with Simulation(
         both(child(), child()), num_blocks=8, max_model_len=96, max_num_batched_tokens=96, runner=runner
@@ -71,21 +81,26 @@ def save_while_another_loads(number, runner, patience=1):
         serve(simulation, [1])
         simulation.reset_prefix_cache()
 
-        cache = simulation.worker_connectors[0]._connectors[number].worker._paged.caches[0]
-        inner, going = cache.gather, threading.Event()
+        workers = [half.worker for half in simulation.worker_connectors[0]._connectors]
+        saver, loader = workers[number]._paged.caches[0], workers[1 - number]._paged_to_load.caches[0]
+        gather, scatter, loaded = saver.gather, loader.scatter, threading.Event()
 
-        def slow(*args, **kwargs):
-            going.wait(patience)
-            return inner(*args, **kwargs)
+        def save(*args, **kwargs):
+            loaded.wait(patience)
+            return gather(*args, **kwargs)
 
-        cache.gather = slow
-        request = simulation.add_request(ours, 1)
-        while simulation.finished[request].reason is None:
-            simulation.step()
+        def load(*args, **kwargs):
+            transfer = scatter(*args, **kwargs)
+            transfer.wait()
+            loaded.set()
+            return transfer
+
+        saver.gather, loader.scatter = save, load
+        finish(simulation, ours)
         simulation.reset_prefix_cache()
-        assert serve(simulation, theirs).num_external_tokens == 80
-        going.set()
-        cache.gather = inner
+        assert finish(simulation, theirs).num_external_tokens == 80
+        simulation.drain(max_idle_steps=3000)
+        saver.gather, loader.scatter = gather, scatter
         serve(simulation, [1])
         simulation.reset_prefix_cache()
         return serve(simulation, ours).num_external_tokens
