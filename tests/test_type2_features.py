@@ -81,7 +81,11 @@ def failing(*, model, connector, prompts):
 
 
 @pytest.mark.parametrize(
-    ("model", "transfer"), [("llama", "between_steps"), ("llama", "layerwise"), ("gemma3", "between_steps")]
+    ("runner", "model", "transfer"),
+    [
+        *((runner, model, "between_steps") for runner in ("v1", "v2") for model in ("llama", "gemma3")),
+        ("v1", "llama", "layerwise"),  # the second one can't: see test_a1_…
+    ],
 )
 def test_a2_a4_failed_loads_are_computed(runner, model, transfer):
     """A2, A4: with policy recompute a load that fails costs a hit and nothing else, of one group and of several."""
@@ -181,6 +185,18 @@ def refused(**arguments):
     except Exception as error:  # noqa: BLE001 - what it says is the result
         return str(error)
     return ""
+
+
+def test_a1_layerwise_failures_are_not_recomputed_on_the_second_runner():
+    """A1: vLLM's second runner goes on where a rejected synchronous load would have ended. So that is refused."""
+    said = engines.run(
+        refused,
+        runner="v2",
+        timeout=120,
+        model=model_path("llama"),
+        connector=type2(transfer="layerwise") | {"kv_load_failure_policy": "recompute"},
+    )
+    assert 'leave kv_load_failure_policy at "fail"' in said
 
 
 def test_layerwise_with_several_groups_is_refused():

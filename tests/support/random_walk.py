@@ -66,10 +66,20 @@ class MemoryTier(Tier):
 class Faults:
     """What goes wrong, and how late things are. From any thread."""
 
-    def __init__(self, seed: int, *, late: float = 0.3, tier_errors: float = 0.02, failing_copies: int = 0) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        late: float = 0.3,
+        copy_seconds: float = 0.003,
+        tier_errors: float = 0.02,
+        failing_copies: int = 0,
+    ) -> None:
         self._random = random.Random(seed)
         self._lock = threading.Lock()
         self.late = late
+        #: What a copy that is late takes.
+        self.copy_seconds = copy_seconds
         self.tier_errors = tier_errors
         #: Of loads, and of saves, every so-manieth fails; 0 for none.
         self.failing_copies = failing_copies
@@ -88,7 +98,7 @@ class Faults:
 
     def in_copy(self, name: str) -> None:
         if self.lucky(self.late):
-            time.sleep(0.003)
+            time.sleep(self.copy_seconds)
         with self._lock:
             self.counts[name] += 1
             if self.failing_copies and self.counts[name] % self.failing_copies == 0:

@@ -41,10 +41,10 @@ def kv_cache(*specs):
     return SimpleNamespace(num_blocks=BLOCKS, kv_cache_groups=made)
 
 
-def config(*, parallel=None, cache=None, speculative=None, graphs=None, role="kv_both", **extra):
+def config(*, parallel=None, cache=None, speculative=None, graphs=None, role="kv_both", policy="fail", **extra):
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(
-            kv_connector_extra_config={"l1_size_per_rank": "1MiB", **extra}, kv_role=role, kv_load_failure_policy="fail"
+            kv_connector_extra_config={"l1_size_per_rank": "1MiB", **extra}, kv_role=role, kv_load_failure_policy=policy
         ),
         cache_config=SimpleNamespace(block_size=BLOCK, enable_prefix_caching=True, **(cache or {})),
         scheduler_config=SimpleNamespace(async_scheduling=True),
@@ -177,6 +177,7 @@ FULL_GRAPHS = SimpleNamespace(has_full_cudagraphs=lambda: True)
         ((), {"role": "kv_producer"}, "set kv_role to kv_both instead of kv_producer"),
         ((spec(), spec()), {"transfer": "layerwise"}, "set transfer to between_steps"),
         ((), {"transfer": "layerwise", "graphs": FULL_GRAPHS}, "cudagraph_mode to PIECEWISE"),
+        ((), {"transfer": "layerwise", "policy": "recompute"}, "set transfer to between_steps, or leave"),
         ((spec(), mamba()), {"speculative": SPECULATIVE}, "recurrent state under speculative decoding"),
         ((spec("CrossAttentionSpec"),), {}, r"layer layer.0 \(CrossAttentionSpec\)"),
     ],

@@ -127,10 +127,10 @@ def test_other_ways_of_transfer(kind, settings, monkeypatch):
 
 
 def assert_noticed(kind, monkeypatch, **options):
-    """Walk with several seeds, until the fault is noticed."""
+    """Walk with several seeds, until the fault is noticed. Copies take as long as some steps do, or many."""
     for seed in range(1, 13):
         try:
-            walk(kind, monkeypatch, seed=seed, faults=Faults(seed, late=0.8), **options)
+            walk(kind, monkeypatch, seed=seed, faults=Faults(seed, late=0.8, copy_seconds=0.01 * seed), **options)
         except (SimulationError, AssertionError, ValueError):  # noqa: PERF203
             return
     pytest.fail("the fault wasn't noticed")

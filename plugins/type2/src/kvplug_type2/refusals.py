@@ -52,6 +52,16 @@ def refuse_what_cannot_work(
             f"{name} needs a model runner that passes on what workers tell the scheduler, and vLLM's second one does "
             "so from 0.20.2 on: set VLLM_USE_V2_MODEL_RUNNER=0, or update vLLM."
         )
+    if settings.transfer == "layerwise" and not compat.load_failures_are_fatal(vllm_config):
+        is_v2 = runner_class is not None and compat.runner_kind(runner_class) == "v2"
+        if is_v2 or getattr(vllm_config.scheduler_config, "async_scheduling", False):
+            # vLLM takes the request back in its scheduler, but not the step that is in flight, or what the second
+            # runner counts by itself: the request would go on with KV that was never loaded.
+            raise UnsupportedError(
+                f"{name} can't have failed loads recomputed layer by layer with asynchronous scheduling or on vLLM's "
+                "second model runner, which would go on with wrong KV: set transfer to between_steps, or leave "
+                'kv_load_failure_policy at "fail".'
+            )
     graphs = getattr(getattr(vllm_config, "compilation_config", None), "cudagraph_mode", None)
     if settings.transfer == "layerwise" and graphs is not None and graphs.has_full_cudagraphs():
         raise UnsupportedError(
