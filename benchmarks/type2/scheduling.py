@@ -14,8 +14,8 @@ from benchmarks.common.figures import Figure, spread
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvplug_type2.metadata import Type2Metadata
-    from kvplug_type2.scheduler import Type2Scheduler
+    from kvplug.scheduled.metadata import StepMetadata
+    from kvplug.scheduled.scheduler import SchedulerHalf
 
 __all__ = ["measure"]
 
@@ -114,14 +114,14 @@ class _Steps:
 
     def __init__(self, num_requests: int, num_tokens: int) -> None:
         from kvplug.kv_groups import KVGroup
-        from kvplug_type2.metadata import Type2Handshake
-        from kvplug_type2.scheduler import Type2Scheduler
+        from kvplug.scheduled.metadata import SlabHandshake
+        from kvplug.scheduled.scheduler import SchedulerHalf
         from kvplug_type2.settings import Type2Settings
 
         group = KVGroup(
             index=0, kind="full", block_size=_BLOCK, window=0, every_block=False, page_size_bytes={"layer": 1}
         )
-        self._scheduler: Type2Scheduler = Type2Scheduler(
+        self._scheduler: SchedulerHalf = SchedulerHalf(
             Type2Settings.load({"l1_size_per_rank": "1GiB"}, {}),
             namespace=bytes(32),
             groups=(group,),
@@ -129,7 +129,7 @@ class _Steps:
             drop_last_hit=False,
         )
         # As many as one prompt and the running requests' blocks of all steps that are measured.
-        self._scheduler.set_slab(Type2Handshake(3 * num_tokens // _BLOCK + 16 * num_requests, 1 << 20))
+        self._scheduler.set_slab(SlabHandshake(3 * num_tokens // _BLOCK + 16 * num_requests, 1 << 20))
         generator = random.Random(0)  # noqa: S311
         self._tokens = [generator.randrange(150_000) for _ in range(num_tokens)]
         self._next_block = 1
@@ -181,11 +181,11 @@ class _Steps:
         self._hits = bool(promised)
         return seconds
 
-    def _report(self, metadata: Type2Metadata) -> None:
-        from kvplug_type2.metadata import Type2WorkerMetadata
+    def _report(self, metadata: StepMetadata) -> None:
+        from kvplug.scheduled.metadata import WorkerReport
 
         saves = {save.number: (1, False) for save in metadata.saves}
-        self._scheduler.take_report(Type2WorkerMetadata(saves=saves))
+        self._scheduler.take_report(WorkerReport(saves=saves))
 
     def _start(self, requests: Sequence[_Request]) -> None:
         """Compute prompts, one per step."""
@@ -223,7 +223,7 @@ class _Steps:
         """Let each request that runs compute the next token, and return the seconds of the scheduler half."""
         from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 
-        from kvplug_type2.metadata import Type2WorkerMetadata
+        from kvplug.scheduled.metadata import WorkerReport
 
         # Each has its last token computed in this step, and the next one is known after it.
         computed = [len(request.all_token_ids) for request in self._running]
@@ -245,7 +245,7 @@ class _Steps:
         metadata = scheduler.build_metadata(output)
         seconds += time.thread_time() - start
         # Workers tell of the saves a step later.
-        report = Type2WorkerMetadata(saves={save.number: (1, False) for save in metadata.saves})
+        report = WorkerReport(saves={save.number: (1, False) for save in metadata.saves})
         start = time.thread_time()
         scheduler.take_report(report)
         scheduler.take_stats()

@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("vllm.v1.core.sched.scheduler")
 
+from kvplug.scheduled.scheduler import SchedulerHalf
 from kvplug.testing import Simulation, WrongKVError, generate
-from kvplug_type2.scheduler import Type2Scheduler
 
 
 def child(size="64KiB"):
@@ -52,16 +52,16 @@ def finish(simulation, text):
 def test_another_loads_into_blocks_that_are_being_saved(saver, told, runner, monkeypatch):
     """The save is waited for, whichever comes first, and whether vLLM tells the blocks (0.29 on) or not."""
     if not told:
-        inner = Type2Scheduler.given_away
+        inner = SchedulerHalf.given_away
         monkeypatch.setattr(
-            Type2Scheduler, "given_away", lambda self, request, blocks: inner(self, request, [[] for _ in blocks])
+            SchedulerHalf, "given_away", lambda self, request, blocks: inner(self, request, [[] for _ in blocks])
         )
     assert save_while_another_loads(saver, runner) == 80
 
 
 def test_the_control(monkeypatch):
     """Without that, what is saved is what the other one loaded."""
-    monkeypatch.setattr(Type2Scheduler, "given_away", lambda self, request, blocks: None)
+    monkeypatch.setattr(SchedulerHalf, "given_away", lambda self, request, blocks: None)
     with pytest.raises(WrongKVError):
         save_while_another_loads(0, "v1", patience=60)
 

@@ -13,12 +13,12 @@ from kvplug import compat
 from kvplug.errors import ConfigError, UnsupportedError
 from kvplug.hookspecs import has_hooks, needed_hooks
 from kvplug.metrics import METRICS
-from kvplug_type2 import connector as module
+from kvplug.scheduled.metadata import Load, Part, Save, SlabHandshake, StepMetadata, WorkerReport
+from kvplug.scheduled.worker import WorkerHalf
+from kvplug.scheduled import connector as module
 from kvplug_type2.connector import Type2Connector
-from kvplug_type2.metadata import Load, Part, Save, Type2Handshake, Type2Metadata, Type2WorkerMetadata
 from kvplug_type2.settings import Type2Settings
-from kvplug_type2.worker import Type2Worker
-from support.type2_steps import BLOCK, Half, Request, groups, type2_settings
+from support.scheduled_steps import BLOCK, Half, Request, groups, scheduled_settings
 
 BLOCKS, WIDTH = 12, 64
 
@@ -254,7 +254,7 @@ def test_handshakes_of_either_form():
     ):
         connector = scheduler_half()
         sized_by = connector.scheduler.settings.slab_sized_by
-        slabs = (Type2Handshake(8, 64, sized_by), Type2Handshake(6, 96, sized_by))
+        slabs = (SlabHandshake(8, 64, sized_by), SlabHandshake(6, 96, sized_by))
         getattr(connector, call)(dict(zip(keys, slabs, strict=True)))
         assert connector.scheduler.store.allocator.capacity == 6
 
@@ -263,12 +263,10 @@ def test_others_handshakes_are_left_alone():
     """Under MultiConnector each child is given those of one: the workers' first reports say it instead."""
     connector = scheduler_half()
     connector.set_xfer_handshake_metadata({0: object()})
-    connector.set_xfer_handshake_metadata({0: Type2Handshake(9, 64, (1, True))})  # a type2 with other settings
+    connector.set_xfer_handshake_metadata({0: SlabHandshake(9, 64, (1, True))})  # a type2 with other settings
     connector.set_xfer_handshake_metadata({})
     assert connector.scheduler._slots is None
-    connector.update_connector_output(
-        SimpleNamespace(kv_connector_worker_meta=Type2WorkerMetadata(Type2Handshake(5, 64)))
-    )
+    connector.update_connector_output(SimpleNamespace(kv_connector_worker_meta=WorkerReport(SlabHandshake(5, 64))))
     assert connector.scheduler.store.allocator.capacity == 5
 
 
@@ -299,12 +297,10 @@ def test_a_step_through_the_facade(worker_half):
     cache = torch.zeros(0)
     cache = worker_half.worker._paged.caches[0]
     assert cache.num_blocks == BLOCKS
-    run(worker_half, Type2Metadata(saves=(Save(0, (Part(0, (1,), (0,)),)),)))
+    run(worker_half, StepMetadata(saves=(Save(0, (Part(0, (1,), (0,)),)),)))
     load = Load(1, "l", (Part(0, (2,), (0,)),), asynchronous=True)
-    finished = list(run(worker_half, Type2Metadata(loads=(load,))).finished_recving or ())
-    eventually(
-        lambda: (finished.extend(run(worker_half, Type2Metadata(idle=True)).finished_recving or ()), finished)[1]
-    )
+    finished = list(run(worker_half, StepMetadata(loads=(load,))).finished_recving or ())
+    eventually(lambda: (finished.extend(run(worker_half, StepMetadata(idle=True)).finished_recving or ()), finished)[1])
     assert finished == ["l"]
     assert worker_half.get_finished(set()) == (None, None)
     report = worker_half.build_connector_worker_meta()
@@ -326,7 +322,7 @@ def test_e8_finished_is_read_after_metadata_is_cleared(worker_half):
     """E8: with drafting, vLLM clears a step's metadata later, or before it asks what has finished: both work."""
     from tiers import eventually
 
-    worker_half.bind_connector_metadata(Type2Metadata(loads=(Load(1, "l", (Part(0, (2,), (0,)),), asynchronous=True),)))
+    worker_half.bind_connector_metadata(StepMetadata(loads=(Load(1, "l", (Part(0, (2,), (0,)),), asynchronous=True),)))
     worker_half.start_load_kv(None)
     worker_half.clear_connector_metadata()
     found = []
@@ -342,7 +338,7 @@ def test_c9_preemptions_in_every_form(worker_half, monkeypatch, form):
     """
     begun = []
     monkeypatch.setattr(worker_half.worker, "begin", begun.append)
-    metadata = Type2Metadata()
+    metadata = StepMetadata()
     if "hook" in form:
         worker_half.before_blocks_reused(SimpleNamespace(metadata=metadata))
     if form == "ids":
@@ -359,7 +355,7 @@ def test_c9_the_same_step_begins_once(worker_half, monkeypatch):
     """C9: preemption call and binding of one step carry its commands out once."""
     executed = []
     monkeypatch.setattr(worker_half.worker._executor, "execute", lambda *arguments: executed.append(arguments))
-    metadata = Type2Metadata()
+    metadata = StepMetadata()
     worker_half.handle_preemptions(metadata)
     worker_half.bind_connector_metadata(metadata)
     assert len(executed) == 1
@@ -399,7 +395,7 @@ def test_f1_e9_what_ranks_report_is_aggregated(ranks, expected):
     def output_of(rank):
         if rank == "no output":
             return ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=None)
-        report = None if rank is None else Type2WorkerMetadata(loads=rank)
+        report = None if rank is None else WorkerReport(loads=rank)
         connector = KVConnectorOutput(kv_connector_worker_meta=report)
         return ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=connector)
 
@@ -528,5 +524,5 @@ def test_the_worker_is_told_of_early_zeroing(monkeypatch):
     monkeypatch.setattr(compat, "overwrites_before_connectors", lambda *_: True)
     connector = Type2Connector(config(), KVConnectorRole.WORKER, kv_cache())
     assert connector.worker._within_step
-    worker = Type2Worker(type2_settings(), groups=groups(), num_blocks=BLOCKS, shard="", rank=0)
+    worker = WorkerHalf(scheduled_settings(), groups=groups(), num_blocks=BLOCKS, shard="", rank=0)
     assert not worker._within_step

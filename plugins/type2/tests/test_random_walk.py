@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import pytest
 
+from kvplug.scheduled.scheduler import SchedulerHalf
+from kvplug.scheduled.transfers import Transfers
+from kvplug.scheduled.worker import WorkerHalf
 from kvplug.testing import GroupSpec, Simulation, SimulationError
-from kvplug_type2.scheduler import Type2Scheduler
-from kvplug_type2.transfers import Transfers
-from kvplug_type2.worker import Type2Worker
 from support.random_walk import Faults, Walk, delayed_copies, use_tier
 
 pytestmark = pytest.mark.engine
@@ -139,7 +139,7 @@ def assert_noticed(kind, monkeypatch, **options):
 def test_control_saves_must_be_waited_for(monkeypatch):
     """Without waiting for saves of blocks that a step overwrites, wrong KV is stored, and noticed."""
     monkeypatch.setattr(Transfers, "reading", lambda self, block_ids: set())
-    monkeypatch.setattr(Type2Worker, "_scatter", scatter_without_waiting)
+    monkeypatch.setattr(WorkerHalf, "_scatter", scatter_without_waiting)
     assert_noticed("full", monkeypatch)
 
 
@@ -149,9 +149,9 @@ def scatter_without_waiting(self, part, before):
 
 def test_control_the_second_runner_overwrites_early(monkeypatch):
     """On the second runner, which zeroes state before it tells the connector, saves must end within their step."""
-    inner = Type2Worker.__init__
+    inner = WorkerHalf.__init__
     monkeypatch.setattr(
-        Type2Worker, "__init__", lambda self, *args, **kwargs: inner(self, *args, **kwargs | {"zeroes_early": False})
+        WorkerHalf, "__init__", lambda self, *args, **kwargs: inner(self, *args, **kwargs | {"zeroes_early": False})
     )
     assert_noticed("state-v2", monkeypatch)
 
@@ -172,7 +172,7 @@ def test_control_promises_must_be_pinned(monkeypatch):
 
 def test_control_keys_must_tell_tenants_apart(monkeypatch):
     """If keys were those of other tokens, the walk would notice."""
-    inner = Type2Scheduler._has_keys
+    inner = SchedulerHalf._has_keys
 
     def has_keys(self, tracked):
         usable = inner(self, tracked)
@@ -181,5 +181,5 @@ def test_control_keys_must_tell_tenants_apart(monkeypatch):
                 keys[:] = [b"%d" % position for position in range(len(keys))]
         return usable
 
-    monkeypatch.setattr(Type2Scheduler, "_has_keys", has_keys)
+    monkeypatch.setattr(SchedulerHalf, "_has_keys", has_keys)
     assert_noticed("full", monkeypatch)

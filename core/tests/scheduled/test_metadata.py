@@ -1,4 +1,4 @@
-"""What the halves of type2 tell each other, on its way between processes and over ranks."""
+"""What the halves tell each other, on its way between processes and over ranks."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvplug.store.directed import Command
-from kvplug_type2.metadata import (
+from kvplug.scheduled.metadata import (
     Load,
     Part,
     Save,
-    Type2Handshake,
-    Type2Metadata,
-    Type2WorkerMetadata,
+    SlabHandshake,
+    StepMetadata,
+    WorkerReport,
     merge_slabs,
 )
+from kvplug.store.directed import Command
 
 ended = st.dictionaries(st.integers(0, 3), st.tuples(st.just(1), st.booleans()), max_size=3)
 answers = st.dictionaries(st.integers(0, 3), st.tuples(st.just(1), st.tuples(st.booleans(), st.booleans())), max_size=3)
-slabs = st.none() | st.builds(Type2Handshake, st.integers(1, 9), st.integers(1, 9))
+slabs = st.none() | st.builds(SlabHandshake, st.integers(1, 9), st.integers(1, 9))
 
 
 def report(rank):
     """Make any report of one rank."""
     down = st.just({}) | st.sets(st.sampled_from(["disk", "valkey"])).map(lambda names: {rank: frozenset(names)})
-    return st.builds(Type2WorkerMetadata, slabs, ended, ended, answers, down)
+    return st.builds(WorkerReport, slabs, ended, ended, answers, down)
 
 
 @settings(max_examples=100, deadline=None)
@@ -55,22 +55,22 @@ def _plain(merged):
 
 def test_merging_counts_ranks_and_keeps_the_worst():
     """How many ranks have ended, whether any failed, what all have, the smallest slab."""
-    one = Type2WorkerMetadata(Type2Handshake(8, 64), {1: (1, False)}, {2: (1, True)}, {3: (1, (True, True))}, {})
-    two = Type2WorkerMetadata(None, {1: (1, True)}, {}, {3: (1, (True, False))}, {1: frozenset({"disk"})})
+    one = WorkerReport(SlabHandshake(8, 64), {1: (1, False)}, {2: (1, True)}, {3: (1, (True, True))}, {})
+    two = WorkerReport(None, {1: (1, True)}, {}, {3: (1, (True, False))}, {1: frozenset({"disk"})})
     merged = one.aggregate(two)
     assert merged.loads == {1: (2, True)}
     assert merged.saves == {2: (1, True)}
     assert merged.answers == {3: (2, (True, False))}
     assert merged.down == {1: frozenset({"disk"})}
-    assert merge_slabs(Type2Handshake(8, 64), Type2Handshake(6, 70)) == Type2Handshake(6, 70)
+    assert merge_slabs(SlabHandshake(8, 64), SlabHandshake(6, 70)) == SlabHandshake(6, 70)
     assert merge_slabs(None, None) is None
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        Type2Metadata(),
-        Type2Metadata(
+        StepMetadata(),
+        StepMetadata(
             loads=(Load(1, "a", (Part(0, (3,), (4,)),), asynchronous=True, complete=False),),
             saves=(Save(2, (Part(1, (5, 6), (7, 8)),)),),
             overwritten=(1, 2),
@@ -78,10 +78,8 @@ def test_merging_counts_ranks_and_keeps_the_worst():
             epoch=3,
             idle=True,
         ),
-        Type2Handshake(8, 64),
-        Type2WorkerMetadata(
-            Type2Handshake(8, 64), {1: (1, False)}, {2: (1, True)}, {3: (2, (True,))}, {0: frozenset()}
-        ),
+        SlabHandshake(8, 64),
+        WorkerReport(SlabHandshake(8, 64), {1: (1, False)}, {2: (1, True)}, {3: (2, (True,))}, {0: frozenset()}),
     ],
 )
 def test_messages_travel_between_processes(message):

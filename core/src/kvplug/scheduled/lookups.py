@@ -6,16 +6,16 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvplug_type2.hits import HitFinder
-from kvplug_type2.tracked import Tracked, Wait
+from kvplug.scheduled.hits import HitFinder
+from kvplug.scheduled.tracked import Tracked, Wait
 
 if TYPE_CHECKING:
     from kvplug.kv_groups import KVGroup
+    from kvplug.scheduled.admission import Admission
+    from kvplug.scheduled.settings import ScheduledSettings
     from kvplug.stats import Stats
     from kvplug.store.directed import DirectedStore
     from kvplug.store.tiered.loader import Prefetch
-    from kvplug_type2.admission import Admission
-    from kvplug_type2.settings import Type2Settings
 
 __all__ = ["Lookups", "wants_all_computed"]
 
@@ -27,7 +27,7 @@ class Lookups:
     time. After that, it is told what there is.
 
     Args:
-        settings: Of type2.
+        settings: Of the connector.
         groups: The model's KV-cache groups.
         store: The store.
         stats: Counts what happens.
@@ -38,7 +38,7 @@ class Lookups:
 
     def __init__(
         self,
-        settings: Type2Settings,
+        settings: ScheduledSettings,
         groups: Sequence[KVGroup],
         store: DirectedStore,
         stats: Stats,
@@ -51,7 +51,7 @@ class Lookups:
         self._stats = stats
         self._admission = admission
         self.finder = HitFinder(groups, store, drop_last=drop_last_hit)
-        self._asynchronous = settings.transfer == "between_steps"
+        self._asynchronous = not settings.layerwise
         # One token must be left to compute. A synchronous promise leaves it; after an asynchronous one vLLM computes
         # the last token again, which can't be done with recurrent state: that has the token in it already.
         self._left = 0 if self._asynchronous and not any(group.kind == "state" for group in groups) else 1
@@ -65,7 +65,7 @@ class Lookups:
         return len(self._parked)
 
     def match(self, tracked: Tracked, num_local_tokens: int) -> tuple[int | None, bool]:
-        """Say how many tokens can be loaded beyond those that vLLM's own cache has; see `Type2Scheduler.match`.
+        """Say how many tokens can be loaded beyond those that vLLM's own cache has; see `SchedulerHalf.match`.
 
         Args:
             tracked: The request, with keys up to date.

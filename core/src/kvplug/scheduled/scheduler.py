@@ -1,4 +1,4 @@
-"""Scheduler half of type2: what is promised to vLLM's scheduler, and what a step loads and saves.
+"""Scheduler half: what is promised to vLLM's scheduler, and what a step loads and saves.
 
 It owns the bookkeeping of host memory. Whatever it promises is pinned there until every rank has loaded it.
 """
@@ -13,27 +13,27 @@ from kvplug.provenance import Provenance
 from kvplug.request_keys import KeyMaker
 from kvplug.requests import BlockTables
 from kvplug.saves import SavePlanner
+from kvplug.scheduled.admission import Admission
+from kvplug.scheduled.lookups import Lookups, wants_all_computed
+from kvplug.scheduled.metadata import Load, Part, Save, SlabHandshake, StepMetadata, WorkerReport
+from kvplug.scheduled.tracked import Tracked
+from kvplug.scheduled.transfers import Transfers
 from kvplug.stats import Stats
 from kvplug.store import SlotRef
 from kvplug.store.directed import DirectedStore
-from kvplug_type2.admission import Admission
-from kvplug_type2.lookups import Lookups, wants_all_computed
-from kvplug_type2.metadata import Load, Part, Save, Type2Handshake, Type2Metadata, Type2WorkerMetadata
-from kvplug_type2.tracked import Tracked
-from kvplug_type2.transfers import Transfers
 
 if TYPE_CHECKING:
     from kvplug.kv_groups import KVGroup
-    from kvplug_type2.hits import Hit
-    from kvplug_type2.settings import Type2Settings
+    from kvplug.scheduled.hits import Hit
+    from kvplug.scheduled.settings import ScheduledSettings
 
-__all__ = ["Type2Scheduler"]
+__all__ = ["SchedulerHalf"]
 
 
 class _Slots:
     """What there is once the workers have told what they have."""
 
-    def __init__(self, scheduler: Type2Scheduler, slab: Type2Handshake) -> None:
+    def __init__(self, scheduler: SchedulerHalf, slab: SlabHandshake) -> None:
         self.slab = slab
         self.store = DirectedStore(
             scheduler.settings,
@@ -53,15 +53,15 @@ class _Slots:
         )
 
 
-class Type2Scheduler:
+class SchedulerHalf:
     """Answers vLLM's scheduler, and turns each step into work for the workers.
 
     Args:
-        settings: Of type2.
+        settings: Of the connector.
         namespace: Fingerprint that every key starts from (32 bytes).
         groups: The model's KV-cache groups.
         num_ranks: Workers.
-        drop_last_hit: See `kvplug_type2.hits.HitFinder`.
+        drop_last_hit: See `kvplug.scheduled.hits.HitFinder`.
         steps_in_flight: Steps that may be scheduled before the first one's result is known.
         num_blocks: Blocks in the paged cache, or None where vLLM itself sees to it that requests that are loading
             can't keep each other from starting.
@@ -70,7 +70,7 @@ class Type2Scheduler:
 
     def __init__(
         self,
-        settings: Type2Settings,
+        settings: ScheduledSettings,
         *,
         namespace: bytes,
         groups: Sequence[KVGroup],
@@ -85,7 +85,7 @@ class Type2Scheduler:
         self.drop_last_hit = drop_last_hit
         self.admission = Admission(groups, num_blocks)
         self.stats = Stats()
-        self._asynchronous = settings.transfer == "between_steps"
+        self._asynchronous = not settings.layerwise
         self._keys = KeyMaker(namespace, groups)
         self._planner = SavePlanner(groups)
         self._provenance = Provenance(steps_in_flight)
@@ -140,7 +140,7 @@ class Type2Scheduler:
 
     # -- Workers -----------------------------------------------------------------------------------------------------
 
-    def set_slab(self, slab: Type2Handshake) -> None:
+    def set_slab(self, slab: SlabHandshake) -> None:
         """Take in what the workers have for slots. Once; later calls are ignored.
 
         Args:
@@ -150,7 +150,7 @@ class Type2Scheduler:
         if self._slots is None:
             self._slots = _Slots(self, slab)
 
-    def take_report(self, report: Type2WorkerMetadata) -> None:
+    def take_report(self, report: WorkerReport) -> None:
         """Take in what became of transfers. What isn't known, or was reported by all ranks before, is ignored.
 
         Args:
@@ -301,7 +301,7 @@ class Type2Scheduler:
 
     # -- Steps -------------------------------------------------------------------------------------------------------
 
-    def build_metadata(self, scheduler_output: Any) -> Type2Metadata:
+    def build_metadata(self, scheduler_output: Any) -> StepMetadata:
         """Turn one step of the scheduler into work for the worker half.
 
         Args:
@@ -313,13 +313,13 @@ class Type2Scheduler:
         self._start(scheduler_output, starting)
         idle = not scheduler_output.total_num_scheduled_tokens
         if self._slots is None:
-            return Type2Metadata(idle=idle)
+            return StepMetadata(idle=idle)
         # What saves of this step read isn't overwritten by it.
         overwritten = self._slots.transfers.reading(self._written_blocks(scheduler_output)) | self._given_away
         self._given_away = set()
         loads, self._new_loads = tuple(self._new_loads), []
         save = self._save(scheduler_output, starting)
-        return Type2Metadata(
+        return StepMetadata(
             loads=loads,
             saves=() if save is None else (save,),
             overwritten=tuple(sorted(overwritten)),

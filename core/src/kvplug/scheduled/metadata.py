@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 from kvplug import compat
 from kvplug.store.directed import Command
 
-__all__ = ["Load", "Part", "Save", "Type2Handshake", "Type2Metadata", "Type2WorkerMetadata"]
+__all__ = ["Load", "Part", "Save", "SlabHandshake", "StepMetadata", "WorkerReport"]
 
 if TYPE_CHECKING:
     _WorkerMetadata = object
@@ -50,8 +50,8 @@ class Save:
 
 
 @dataclass(frozen=True)
-class Type2Metadata(KVConnectorMetadata):  # type: ignore[misc]
-    """One step of type2."""
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """What the workers do in one step."""
 
     loads: tuple[Load, ...] = ()
     saves: tuple[Save, ...] = ()
@@ -66,22 +66,22 @@ class Type2Metadata(KVConnectorMetadata):  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
-class Type2Handshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+class SlabHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     """What a worker says of its slab."""
 
     num_slots: int
     #: Bytes of a slot, its header included.
     value_bytes: int
-    #: The settings that decide both: `Type2Settings.slab_sized_by`.
-    sized_by: tuple[int, bool] = (0, False)
+    #: The settings that decide both: `ScheduledSettings.slab_sized_by`.
+    sized_by: tuple[str, int, bool] = ("", 0, False)
 
 
 @dataclass
-class Type2WorkerMetadata(_WorkerMetadata):
+class WorkerReport(_WorkerMetadata):
     """What became of transfers, from the workers to the scheduler half. Of one rank, or of several."""
 
     #: Until the scheduler half knows it: the smallest slab of these ranks, and their largest slot.
-    slab: Type2Handshake | None = None
+    slab: SlabHandshake | None = None
     #: By the number of a load or save that has ended: how many ranks say so, and whether it failed for one of them.
     loads: Mapping[int, tuple[int, bool]] = field(default_factory=dict)
     saves: Mapping[int, tuple[int, bool]] = field(default_factory=dict)
@@ -90,9 +90,9 @@ class Type2WorkerMetadata(_WorkerMetadata):
     #: By rank, the L2 tiers that fail; of the ranks for which that has changed.
     down: Mapping[int, frozenset[str]] = field(default_factory=dict)
 
-    def aggregate(self, other: Any) -> Type2WorkerMetadata:
+    def aggregate(self, other: Any) -> WorkerReport:
         """Merge with another rank's, or several others'."""
-        return Type2WorkerMetadata(
+        return WorkerReport(
             slab=merge_slabs(self.slab, other.slab),
             loads=_added(self.loads, other.loads),
             saves=_added(self.saves, other.saves),
@@ -101,11 +101,11 @@ class Type2WorkerMetadata(_WorkerMetadata):
         )
 
 
-def merge_slabs(one: Type2Handshake | None, other: Type2Handshake | None) -> Type2Handshake | None:
+def merge_slabs(one: SlabHandshake | None, other: SlabHandshake | None) -> SlabHandshake | None:
     """Return what holds for the slabs of all ranks."""
     if one is None or other is None:
         return one or other
-    return Type2Handshake(min(one.num_slots, other.num_slots), max(one.value_bytes, other.value_bytes), one.sized_by)
+    return SlabHandshake(min(one.num_slots, other.num_slots), max(one.value_bytes, other.value_bytes), one.sized_by)
 
 
 def _added(

@@ -1,4 +1,4 @@
-"""Worker half of type2: copies blocks between the paged cache and its slab, beside compute."""
+"""Worker half: copies blocks between the paged cache and its slab, beside compute."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from kvplug.log import RateLimited, get_logger
 from kvplug.paged import Transfer
 from kvplug.paged.background import Background, Progress
 from kvplug.paged.groups import PagedGroups
+from kvplug.scheduled.layers import Layers
+from kvplug.scheduled.metadata import Load, Part, Save, SlabHandshake, StepMetadata, WorkerReport
+from kvplug.scheduled.running import Running
 from kvplug.stats import Stats
 from kvplug.store import Slab
 from kvplug.store.directed import Executor
 from kvplug.store.l2.value import HEADER_BYTES
 from kvplug.store.memory import slots_within
 from kvplug.store.tiered.make import make_clients, start_clients
-from kvplug_type2.layers import Layers
-from kvplug_type2.metadata import Load, Part, Save, Type2Handshake, Type2Metadata, Type2WorkerMetadata
-from kvplug_type2.running import Running
 
 if TYPE_CHECKING:
     from kvplug.kv_groups import KVGroup
-    from kvplug_type2.settings import Type2Settings
+    from kvplug.scheduled.settings import ScheduledSettings
 
-__all__ = ["Type2Worker"]
+__all__ = ["WorkerHalf"]
 
 logger = get_logger(__name__)
 _limited = RateLimited(logger)
@@ -36,37 +36,40 @@ _limited = RateLimited(logger)
 _IDLE_WAIT = 0.001
 
 
-class Type2Worker:
+class WorkerHalf:
     """Loads and saves one worker's shard of the KV cache, into the slots that the scheduler half says.
 
     Args:
-        settings: Of type2.
+        settings: Of the connector.
         groups: The model's KV-cache groups.
         num_blocks: Blocks in the paged cache.
         shard: What part of every block this rank holds (`kvplug.namespace.shard_id`).
         rank: This rank's number, for reports.
         zeroes_early: Whether the model runner overwrites blocks before it tells the connector of the step.
+        name: The connector's name, for messages.
 
     """
 
     def __init__(
         self,
-        settings: Type2Settings,
+        settings: ScheduledSettings,
         *,
         groups: Sequence[KVGroup],
         num_blocks: int,
         shard: str,
         rank: int,
         zeroes_early: bool = False,
+        name: str = "This connector",
     ) -> None:
         self._settings = settings
+        self._name = name
         self._groups = tuple(groups)
         self._num_blocks = num_blocks
         self._shard = shard
         self._rank = rank
         # Told of a block, vLLM computes from there on. It can't if blocks before aren't kept, or if there are others.
         self._fails_by_block = [group.kind for group in groups] == ["full"]
-        self._layerwise = settings.transfer == "layerwise"
+        self._layerwise = settings.layerwise
         self._within_step = settings.save_within_step or zeroes_early
         self._paged: PagedGroups | None = None
         self._paged_to_load: PagedGroups | None = None
@@ -76,7 +79,7 @@ class Type2Worker:
         self._reading: Background | None = None
         self._writing: Background | None = None
         self._layers: Layers | None = None
-        self._metadata: Type2Metadata | None = None
+        self._metadata: StepMetadata | None = None
         self._loads: dict[int, Running] = {}
         self._saves: dict[int, Running] = {}
         self._ended_loads: dict[int, tuple[int, bool]] = {}
@@ -103,7 +106,7 @@ class Type2Worker:
 
         """
         if self._slab is not None:
-            raise compat.two_engines("Type2Connector")
+            raise compat.two_engines(self._name)
         paged = self._paged = PagedGroups.from_kv_caches(kv_caches, self._groups, num_blocks=self._num_blocks)
         # On a GPU, a cache has a stream and a staging buffer: loads don't queue behind saves.
         self._paged_to_load = PagedGroups.from_kv_caches(kv_caches, self._groups, num_blocks=self._num_blocks)
@@ -139,11 +142,11 @@ class Type2Worker:
             slab.nbytes / 2**30,
         )
 
-    def slab(self) -> Type2Handshake | None:
+    def slab(self) -> SlabHandshake | None:
         """Say what the scheduler half must know of this rank's slab; None before there is one."""
         if self._slab is None:
             return None
-        return Type2Handshake(
+        return SlabHandshake(
             self._slab.num_slots, self._slab.header_bytes + self._slab.slot_bytes, self._settings.slab_sized_by
         )
 
@@ -165,7 +168,7 @@ class Type2Worker:
 
     # -- A step ------------------------------------------------------------------------------------------------------
 
-    def begin(self, metadata: Type2Metadata) -> None:
+    def begin(self, metadata: StepMetadata) -> None:
         """Make ready for a step, before it writes to any block. May be called several times for one.
 
         Args:
@@ -183,7 +186,7 @@ class Type2Worker:
             self.stats.observe("overwrite_wait_seconds", perf_counter() - start)
         self._executor.execute(metadata.commands, metadata.epoch)
 
-    def load(self, metadata: Type2Metadata) -> None:
+    def load(self, metadata: StepMetadata) -> None:
         """Start this step's loads.
 
         Args:
@@ -259,7 +262,7 @@ class Type2Worker:
         if self._layers is not None and self._metadata is not None and self._metadata.saves:
             self._layers.start_saves(self._writer, name, self._metadata.saves)
 
-    def end(self, metadata: Type2Metadata) -> None:
+    def end(self, metadata: StepMetadata) -> None:
         """Start saving what this step completed, after it was computed.
 
         Args:
@@ -351,7 +354,7 @@ class Type2Worker:
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
-    def report(self) -> Type2WorkerMetadata | None:
+    def report(self) -> WorkerReport | None:
         """Tell the scheduler half what has ended since the last report; None if nothing has."""
         if self._executor is None:
             return None
@@ -363,7 +366,7 @@ class Type2Worker:
         self._told_slab = True
         if not (loads or saves or answers or slab) and down is None:
             return None
-        return Type2WorkerMetadata(slab, loads, saves, answers, {} if down is None else {self._rank: down})
+        return WorkerReport(slab, loads, saves, answers, {} if down is None else {self._rank: down})
 
     def gauges(self) -> dict[str, float]:
         """Return how much host memory there is, and what is known of L2, if that has changed."""

@@ -1,13 +1,13 @@
-"""Scheduler half of type2: what is promised, loaded and saved, and that nothing stays pinned."""
+"""Scheduler half: what is promised, loaded and saved, and that nothing stays pinned."""
 
 from __future__ import annotations
 
 import pytest
 from tiers import DictTier
 
-from kvplug_type2 import lookups
-from kvplug_type2.metadata import Part, Type2Handshake, Type2WorkerMetadata
-from support.type2_steps import BLOCK, Half, Request, groups
+from kvplug.scheduled import lookups
+from kvplug.scheduled.metadata import Part, SlabHandshake, WorkerReport
+from support.scheduled_steps import BLOCK, Half, Request, groups
 
 PROMPT = range(17)
 
@@ -66,10 +66,10 @@ def test_before_workers_have_told_of_their_slabs_there_is_nothing():
 def test_slabs_are_told_once():
     """Workers may tell of their slabs in their first reports instead of at the start. What comes later is ignored."""
     half = Half(num_slots=0)
-    half.ended(slab=Type2Handshake(8, 1024))
+    half.ended(slab=SlabHandshake(8, 1024))
     store = half.scheduler.store
-    half.ended(slab=Type2Handshake(99, 1024))
-    half.scheduler.set_slab(Type2Handshake(99, 1024))
+    half.ended(slab=SlabHandshake(99, 1024))
+    half.scheduler.set_slab(SlabHandshake(99, 1024))
     assert half.scheduler.store is store
     assert store.allocator.capacity == 8
 
@@ -281,9 +281,7 @@ def test_two_requests_load_the_same_blocks(half):
 def test_reports_that_are_late_double_or_of_others_change_nothing(half):
     """Each load and save ends once; numbers that nobody knows are ignored."""
     load = half.load(Request("a", PROMPT), [11, 12, 13, 14, 15])
-    half.scheduler.take_report(
-        Type2WorkerMetadata(loads={99: (1, True)}, saves={load.number: (1, False), 98: (1, True)})
-    )
+    half.scheduler.take_report(WorkerReport(loads={99: (1, True)}, saves={load.number: (1, False), 98: (1, True)}))
     assert half.pins == 4
     for _ in range(3):
         half.ended([load])
@@ -806,7 +804,7 @@ def test_an_idle_engine_is_stepped_while_there_is_something_to_learn(half, monke
 
     A load, too: vLLM frees the blocks of a request that was aborted when its load is reported.
     """
-    from kvplug_type2 import transfers
+    from kvplug.scheduled import transfers
 
     assert not half.scheduler.has_pending_work()
     request, save = saving(half)
@@ -836,7 +834,7 @@ def test_steps_without_tokens_are_marked(half):
 
 
 def test_what_another_connector_loaded_is_not_saved():
-    """Tokens that neither vLLM nor type2 had are another connector's, and may yet turn out not to be there."""
+    """Tokens that neither vLLM nor the connector had are another connector's, and may yet turn out not to be there."""
     half = Half()
     request = Request("a", PROMPT)
     half.ask(request, 0)
@@ -847,7 +845,7 @@ def test_what_another_connector_loaded_is_not_saved():
     assert half.step({"a": 4}, cached=[("a", 17, None)]).saves == ()
 
 
-def test_loads_of_type2_itself_are_no_reason(half):
+def test_its_own_loads_are_no_reason(half):
     """Synchronous loads of its own don't keep a request from being saved."""
     half = Half(transfer="layerwise")
     half.store(PROMPT)

@@ -1,4 +1,4 @@
-"""Type2's scheduler half with made-up steps, and workers that report what they are told to."""
+"""A scheduler half with made-up steps, and workers that report what they are told to."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from kvplug.kv_groups import KVGroup
-from kvplug_type2.metadata import Load, Save, Type2Handshake, Type2Metadata, Type2WorkerMetadata
-from kvplug_type2.scheduler import Type2Scheduler
+from kvplug.scheduled.metadata import Load, Save, SlabHandshake, StepMetadata, WorkerReport
+from kvplug.scheduled.scheduler import SchedulerHalf
 from kvplug_type2.settings import Type2Settings
 from support.made_up_steps import Request, Table, by_group, output
 
-__all__ = ["BLOCK", "Half", "Request", "groups", "output", "type2_settings"]
+__all__ = ["BLOCK", "Half", "Request", "groups", "output", "scheduled_settings"]
 
 #: Tokens per block.
 BLOCK = 4
@@ -29,7 +29,7 @@ def groups(*wanted: GroupOf | Literal["full", "state"], every_block: bool = Fals
     return tuple(made)
 
 
-def type2_settings(*tiers: Any, **settings: Any) -> Type2Settings:
+def scheduled_settings(*tiers: Any, **settings: Any) -> Type2Settings:
     """Make settings, with classes of L2 tiers."""
     cls = type("Type2Settings", (Type2Settings,), {"tiers": tiers, "__module__": __name__})
     made: Type2Settings = cls(**({"l1_size_per_rank": 1 << 20, "l2_load_timeout": 30.0} | settings))
@@ -44,8 +44,8 @@ class Half:
         num_slots: Slots that the workers have; 0 if they haven't told yet.
         num_ranks: Workers.
         tiers: Classes of L2 tiers.
-        scheduler: Arguments of `Type2Scheduler`.
-        settings: Settings of type2.
+        scheduler: Arguments of `SchedulerHalf`.
+        settings: Settings of the connector.
 
     """
 
@@ -60,15 +60,15 @@ class Half:
         **settings: Any,
     ) -> None:
         self.num_ranks = num_ranks
-        self.scheduler = Type2Scheduler(
-            type2_settings(*tiers, **settings),
+        self.scheduler = SchedulerHalf(
+            scheduled_settings(*tiers, **settings),
             namespace=bytes(32),
             groups=of or groups(),
             num_ranks=num_ranks,
             **({"drop_last_hit": False} | (scheduler or {})),
         )
         if num_slots:
-            self.scheduler.set_slab(Type2Handshake(num_slots, 1024))
+            self.scheduler.set_slab(SlabHandshake(num_slots, 1024))
 
     # -- What vLLM's scheduler does --------------------------------------------------------------------------------
 
@@ -80,11 +80,11 @@ class Half:
         """Give a request its blocks."""
         self.scheduler.admit(request, by_group(blocks), tokens)
 
-    def step(self, scheduled: dict[str, int] | None = None, **fields: Any) -> Type2Metadata:
+    def step(self, scheduled: dict[str, int] | None = None, **fields: Any) -> StepMetadata:
         """Schedule a step; see `output`."""
         return self.scheduler.build_metadata(output(scheduled or {}, **fields))
 
-    def start(self, request: Request, blocks: Table, *, computed: int = 0, **fields: Any) -> Type2Metadata:
+    def start(self, request: Request, blocks: Table, *, computed: int = 0, **fields: Any) -> StepMetadata:
         """Schedule all tokens of a new request, of which some are computed, without a load."""
         number = len(request.all_token_ids) - computed
         return self.step({request.request_id: number}, new=[(request.request_id, computed, blocks)], **fields)
@@ -120,7 +120,7 @@ class Half:
         """Report that transfers have ended, for all ranks or for some."""
         number = self.num_ranks if ranks is None else ranks
         self.scheduler.take_report(
-            Type2WorkerMetadata(
+            WorkerReport(
                 loads={load.number: (number, failed) for load in loads},
                 saves={save.number: (number, failed) for save in saves},
                 **fields,

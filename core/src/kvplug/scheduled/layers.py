@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from kvplug.paged import PagedCache, Transfer
     from kvplug.paged.background import Background
     from kvplug.paged.groups import PagedGroups
+    from kvplug.scheduled.metadata import Part, Save
     from kvplug.store import Slab
-    from kvplug_type2.metadata import Part, Save
 
 __all__ = ["Layers"]
 

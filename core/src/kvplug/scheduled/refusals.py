@@ -1,4 +1,4 @@
-"""What type2 can't work with, said at start."""
+"""What a connector that decides on the scheduler can't work with, said at start."""
 
 from __future__ import annotations
 
@@ -10,22 +10,28 @@ from kvplug.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from kvplug.kv_groups import KVGroup
-    from kvplug_type2.settings import Type2Settings
+    from kvplug.scheduled.settings import ScheduledSettings
 
 __all__ = ["refuse_what_cannot_work"]
 
 
 def refuse_what_cannot_work(
-    vllm_config: Any, role: Any, groups: Sequence[KVGroup], settings: Type2Settings, name: str
+    vllm_config: Any,
+    role: Any,
+    groups: Sequence[KVGroup],
+    settings: ScheduledSettings,
+    name: str,
+    roles: Sequence[str] = ("kv_both",),
 ) -> None:
-    """Raise if this vLLM, model or parallelism can't work with type2.
+    """Raise if this vLLM, model or parallelism can't work with the connector.
 
     Args:
         vllm_config: vLLM's `VllmConfig`.
         role: vLLM's `KVConnectorRole`.
         groups: The model's KV-cache groups.
-        settings: Of type2.
+        settings: Of the connector.
         name: The connector's name, for messages.
+        roles: What `kv_role` may be.
 
     Raises:
         UnsupportedError: One sentence that says what, and what to do.
@@ -38,7 +44,7 @@ def refuse_what_cannot_work(
             f"this is {compat.vllm_version()}: update vLLM, or use Type1Connector."
         )
     role_in_transfer = vllm_config.kv_transfer_config.kv_role
-    if role_in_transfer != "kv_both":
+    if role_in_transfer not in roles:
         raise UnsupportedError(f"{name} both saves and loads: set kv_role to kv_both instead of {role_in_transfer}.")
     if split := [kind for kind in compat.split_dimensions(vllm_config) if "context" in kind]:
         raise UnsupportedError(
@@ -52,7 +58,7 @@ def refuse_what_cannot_work(
             f"{name} needs a model runner that passes on what workers tell the scheduler, and vLLM's second one does "
             "so from 0.20.2 on: set VLLM_USE_V2_MODEL_RUNNER=0, or update vLLM."
         )
-    if settings.transfer == "layerwise" and not compat.load_failures_are_fatal(vllm_config):
+    if settings.layerwise and not compat.load_failures_are_fatal(vllm_config):
         is_v2 = runner_class is not None and compat.runner_kind(runner_class) == "v2"
         if is_v2 or getattr(vllm_config.scheduler_config, "async_scheduling", False):
             # vLLM takes the request back in its scheduler, but not the step that is in flight, or what the second
@@ -63,14 +69,14 @@ def refuse_what_cannot_work(
                 'kv_load_failure_policy at "fail".'
             )
     graphs = getattr(getattr(vllm_config, "compilation_config", None), "cudagraph_mode", None)
-    if settings.transfer == "layerwise" and graphs is not None and graphs.has_full_cudagraphs():
+    if settings.layerwise and graphs is not None and graphs.has_full_cudagraphs():
         raise UnsupportedError(
             f"{name} can't load and save layer by layer where CUDA graphs contain whole steps: set transfer to "
             "between_steps, or the compilation's cudagraph_mode to PIECEWISE."
         )
 
 
-def _refuse_groups(vllm_config: Any, groups: Sequence[KVGroup], settings: Type2Settings, name: str) -> None:
+def _refuse_groups(vllm_config: Any, groups: Sequence[KVGroup], settings: ScheduledSettings, name: str) -> None:
     if [group.kind for group in groups] != ["full"]:
         what = f"{name} supports models with more than full attention (this one has {_kinds(groups)})"
         if not compat.reports_failed_loads():
@@ -78,7 +84,7 @@ def _refuse_groups(vllm_config: Any, groups: Sequence[KVGroup], settings: Type2S
                 f"{what} from vLLM 0.30 on, where a failed load of theirs can be reported: update vLLM, or leave out "
                 "--no-disable-hybrid-kv-cache-manager."
             )
-        if settings.transfer == "layerwise":
+        if settings.layerwise:
             raise UnsupportedError(f"{what} only if they aren't loaded layer by layer: set transfer to between_steps.")
     if not any(group.kind == "state" for group in groups):
         return

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvplug.request_keys import RequestKeys
     from kvplug.saves import SaveProgress
+    from kvplug.scheduled.hits import Hit
     from kvplug.store.tiered.loader import Prefetch
-    from kvplug_type2.hits import Hit
 
 __all__ = ["Tracked", "Wait"]
 

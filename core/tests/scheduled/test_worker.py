@@ -1,4 +1,4 @@
-"""Worker half of type2, on CPU tensors, with copies that end when the test says so."""
+"""Worker half, on CPU tensors, with copies that end when the test says so."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from tiers import DictTier, FaultyTier, eventually
 
 from kvplug.paged import PagedCache
+from kvplug.scheduled import worker as worker_module
+from kvplug.scheduled.metadata import Load, Part, Save, StepMetadata
+from kvplug.scheduled.worker import WorkerHalf
 from kvplug.store.directed import Command
-from kvplug_type2 import worker as worker_module
-from kvplug_type2.metadata import Load, Part, Save, Type2Metadata
-from kvplug_type2.worker import Type2Worker
-from support.type2_steps import BLOCK, groups, type2_settings
+from support.scheduled_steps import BLOCK, groups, scheduled_settings
 
 BLOCKS, WIDTH, SHORT = 24, 64, 0.05
 PAGE = 2 * BLOCK * WIDTH * 4
@@ -76,8 +76,8 @@ class Engine:
             self.caches = {name: torch.zeros(BLOCKS, 2, BLOCK, WIDTH) for name in LAYERS}
         options = {name: settings.pop(name) for name in ("zeroes_early",) if name in settings}
         size = slots * (PAGE * (3 if len(self.groups) == 1 else 1) + 4096)
-        self.worker = Type2Worker(
-            type2_settings(*tiers, **({"l1_size_per_rank": size} | settings)),
+        self.worker = WorkerHalf(
+            scheduled_settings(*tiers, **({"l1_size_per_rank": size} | settings)),
             groups=[_sized(group, self.caches) for group in self.groups],
             num_blocks=BLOCKS,
             shard="all" if tiers else "",
@@ -149,7 +149,7 @@ def engine():
     """An engine whose slots 0 and 1 hold blocks with the numbers 10 and 20."""
     engine = Engine()
     engine.write(b1=10, b2=20)
-    engine.step(Type2Metadata(saves=(save(100, [1, 2], [0, 1]),)))
+    engine.step(StepMetadata(saves=(save(100, [1, 2], [0, 1]),)))
     engine.until("saves", 100)
     yield engine
     engine.worker.close()
@@ -160,7 +160,7 @@ def engine():
 
 def test_what_was_saved_is_loaded_elsewhere(engine):
     """Blocks come back in other blocks of every layer; each transfer, and each request, is reported once."""
-    engine.step(Type2Metadata(loads=(load(1, [5, 6], [1, 0]),)))
+    engine.step(StepMetadata(loads=(load(1, [5, 6], [1, 0]),)))
     assert engine.until("loads", 1) == (1, False)
     assert engine.content(5, 6, 1, 2, 7) == [20, 10, 10, 20, 0]
     for _ in range(3):
@@ -173,9 +173,9 @@ def test_what_was_saved_is_loaded_elsewhere(engine):
 def test_the_step_doesnt_wait_for_copies(engine, copies):
     """Steps go on while a load and a save are under way; their ends are reported by whichever step sees them."""
     with copies.held("gather"), copies.held("scatter"):
-        engine.step(Type2Metadata(loads=(load(1, [5], [0]),), saves=(save(2, [1], [3]),)))
+        engine.step(StepMetadata(loads=(load(1, [5], [0]),), saves=(save(2, [1], [3]),)))
         for _ in range(3):
-            engine.step(Type2Metadata(idle=True))
+            engine.step(StepMetadata(idle=True))
         assert engine.ended["loads"] == {}
         assert engine.finished == []
     assert engine.until("loads", 1) == engine.until("saves", 2) == (1, False)
@@ -186,9 +186,9 @@ def test_groups_have_blocks_of_their_own():
     engine = Engine(groups("full", ("window", BLOCK, 8)))
     engine.write(b1=10, b2=20)
     both = (Part(0, (1,), (0,)), Part(1, (2,), (1,)))
-    engine.step(Type2Metadata(saves=(Save(1, both),)))
+    engine.step(StepMetadata(saves=(Save(1, both),)))
     engine.until("saves", 1)
-    engine.step(Type2Metadata(loads=(Load(2, "l", (Part(0, (5,), (0,)), Part(1, (6,), (1,))), asynchronous=True),)))
+    engine.step(StepMetadata(loads=(Load(2, "l", (Part(0, (5,), (0,)), Part(1, (6,), (1,))), asynchronous=True),)))
     engine.until("loads", 2)
     assert engine.content(5, 6, layer="layer.0") == [10, 0]
     assert engine.content(5, 6, layer="layer.1") == [0, 20]
@@ -203,8 +203,8 @@ def test_c1_c3_a_block_that_is_given_away_is_read_before(engine, copies):
     engine.write(b3=30)
     began = threading.Event()
     with copies.held("gather"):
-        engine.step(Type2Metadata(saves=(save(1, [3], [5]),)))
-        next_step = Type2Metadata(overwritten=(1, 77))
+        engine.step(StepMetadata(saves=(save(1, [3], [5]),)))
+        next_step = StepMetadata(overwritten=(1, 77))
 
         def overwrite():
             engine.worker.begin(next_step)
@@ -216,7 +216,7 @@ def test_c1_c3_a_block_that_is_given_away_is_read_before(engine, copies):
         assert not began.wait(SHORT)
     thread.join(30)
     assert engine.until("saves", 1) == (1, False)
-    engine.step(Type2Metadata(loads=(load(2, [8], [5]),)))
+    engine.step(StepMetadata(loads=(load(2, [8], [5]),)))
     engine.until("loads", 2)
     assert engine.content(3, 8) == [99, 30]
     assert len(engine.worker.stats.take()["overwrite_wait_seconds"]) == 1
@@ -225,32 +225,32 @@ def test_c1_c3_a_block_that_is_given_away_is_read_before(engine, copies):
 def test_c1_without_overwritten_blocks_nobody_waits(engine, copies):
     """C1, C9: the same call of a step that overwrites nothing returns at once."""
     with copies.held("gather"):
-        engine.step(Type2Metadata(saves=(save(1, [3], [5]),)))
-        engine.worker.begin(Type2Metadata())
+        engine.step(StepMetadata(saves=(save(1, [3], [5]),)))
+        engine.worker.begin(StepMetadata())
 
 
 def test_c1_a_load_into_a_block_that_is_being_saved_waits(engine, copies):
     """C1: a block is given away to a request that loads: the load comes after the save; the step isn't held up."""
     engine.write(b3=30)
     with copies.held("gather"):
-        engine.step(Type2Metadata(saves=(save(1, [3], [5]),)))
-        engine.step(Type2Metadata(loads=(load(2, [3], [0]),)))
+        engine.step(StepMetadata(saves=(save(1, [3], [5]),)))
+        engine.step(StepMetadata(loads=(load(2, [3], [0]),)))
         threading.Event().wait(SHORT)
         assert engine.content(3) == [30]
     engine.until("loads", 2)
     assert engine.content(3) == [10]
-    engine.step(Type2Metadata(loads=(load(3, [8], [5]),)))
+    engine.step(StepMetadata(loads=(load(3, [8], [5]),)))
     engine.until("loads", 3)
     assert engine.content(8) == [30]
 
 
 def test_c4_a_save_starts_after_the_step_that_computes_it(engine):
     """C4: what is stored is what the step has computed, not what was there when it began."""
-    metadata = Type2Metadata(saves=(save(1, [3], [5]),))
+    metadata = StepMetadata(saves=(save(1, [3], [5]),))
     engine.write(b3=1)
     engine.step(metadata, compute=lambda: engine.write(b3=2))
     engine.until("saves", 1)
-    engine.step(Type2Metadata(loads=(load(2, [8], [5]),)))
+    engine.step(StepMetadata(loads=(load(2, [8], [5]),)))
     engine.until("loads", 2)
     assert engine.content(8) == [2]
 
@@ -260,7 +260,7 @@ def test_saves_within_the_step(options, copies):
     """Where it is set, or the runner overwrites blocks before it tells: a step ends when its saves have."""
     engine = Engine(**options)
     engine.write(b3=30)
-    metadata = Type2Metadata(saves=(save(1, [3], [5]),))
+    metadata = StepMetadata(saves=(save(1, [3], [5]),))
     over = threading.Event()
     with copies.held("gather"):
         thread = threading.Thread(target=lambda: (engine.step(metadata), over.set()))
@@ -277,10 +277,10 @@ def test_begin_may_come_several_times_a_step(engine, monkeypatch):
     """The hook, vLLM's call and the binding of metadata all lead there: commands are carried out once."""
     executed = []
     monkeypatch.setattr(engine.worker._executor, "execute", lambda *arguments: executed.append(arguments))
-    metadata = Type2Metadata()
+    metadata = StepMetadata()
     for _ in range(3):
         engine.worker.begin(metadata)
-    engine.worker.begin(Type2Metadata(epoch=1))
+    engine.worker.begin(StepMetadata(epoch=1))
     assert executed == [((), 0), ((), 1)]
 
 
@@ -291,10 +291,10 @@ def test_begin_may_come_several_times_a_step(engine, monkeypatch):
 def test_a2_a6_a_failed_load_of_one_group_names_its_blocks_once(engine, copies, error):
     """A2, A6: whatever a copy raises, exactly that load's blocks are reported, once; the next load is right."""
     copies.errors["scatter"] = error
-    engine.step(Type2Metadata(loads=(load(1, [5, 6], [0, 1], name="bad"),)))
+    engine.step(StepMetadata(loads=(load(1, [5, 6], [0, 1], name="bad"),)))
     assert engine.until("loads", 1) == (1, True)
     copies.errors.clear()
-    engine.step(Type2Metadata(loads=(load(2, [7], [1], name="good"),)))
+    engine.step(StepMetadata(loads=(load(2, [7], [1], name="good"),)))
     assert engine.until("loads", 2) == (1, False)
     assert engine.worker.take_failed_blocks() == {5, 6}
     assert engine.worker.take_failed_blocks() == set()
@@ -306,7 +306,7 @@ def test_a2_a6_a_failed_load_of_one_group_names_its_blocks_once(engine, copies, 
 def test_a2_two_requests_with_the_same_bad_slot(engine, copies):
     """A2: both requests' blocks are reported, each once."""
     copies.errors["scatter"] = OSError(5, "EIO")
-    engine.step(Type2Metadata(loads=(load(1, [5], [0], name="one"), load(2, [6], [0], name="two"))))
+    engine.step(StepMetadata(loads=(load(1, [5], [0], name="one"), load(2, [6], [0], name="two"))))
     assert engine.until("loads", 1) == engine.until("loads", 2) == (1, True)
     assert engine.worker.take_failed_blocks() == {5, 6}
     assert sorted(engine.finished) == ["one", "two"]
@@ -317,7 +317,7 @@ def test_a3_a_failed_load_of_other_than_full_attention_names_the_request(of, cop
     """A3: block ids can't say it there; the request is reported as finished and as failed."""
     engine = Engine(of)
     copies.errors["scatter"] = OSError(5, "EIO")
-    engine.worker.begin(metadata := Type2Metadata(loads=(load(1, [5], [0], name="bad"),)))
+    engine.worker.begin(metadata := StepMetadata(loads=(load(1, [5], [0], name="bad"),)))
     engine.worker.load(metadata)
     eventually(lambda: (engine.worker.settle(), engine.worker._finished)[1])
     assert engine.worker.take_finished() == ({"bad"}, {"bad"})
@@ -328,14 +328,14 @@ def test_a3_a_failed_load_of_other_than_full_attention_names_the_request(of, cop
 
 def test_a6_an_incomplete_load_fails(engine):
     """A6: a load whose blocks aren't all promised fails as a whole."""
-    engine.step(Type2Metadata(loads=(load(1, [5], [0], complete=False),)))
+    engine.step(StepMetadata(loads=(load(1, [5], [0], complete=False),)))
     assert engine.until("loads", 1) == (1, True)
     assert engine.worker.take_failed_blocks() == {5}
 
 
 def test_a6_a_load_that_cant_be_started(engine):
     """A6: slots or blocks that don't exist: the load has failed, and the step goes on."""
-    engine.step(Type2Metadata(loads=(load(1, [5], [999]),)))
+    engine.step(StepMetadata(loads=(load(1, [5], [999]),)))
     assert engine.until("loads", 1) == (1, True)
     assert engine.worker.take_failed_blocks() == {5}
 
@@ -343,19 +343,19 @@ def test_a6_a_load_that_cant_be_started(engine):
 def test_a7_a_failed_save_is_a_later_miss(engine, copies):
     """A7: whatever saving raises, the step goes on, the save is reported as failed, and it is counted."""
     copies.errors["gather"] = MemoryError()
-    engine.step(Type2Metadata(saves=(save(1, [3], [5]),)))
+    engine.step(StepMetadata(saves=(save(1, [3], [5]),)))
     assert engine.until("saves", 1) == (1, True)
     assert engine.worker.stats.get("save_errors") == 1
     copies.errors.clear()
-    engine.step(Type2Metadata(saves=(save(2, [3], [5]),)))
+    engine.step(StepMetadata(saves=(save(2, [3], [5]),)))
     assert engine.until("saves", 2) == (1, False)
 
 
 def test_a_load_after_a_failed_save_of_its_block(engine, copies):
     """The save doesn't read any more, so the load goes ahead."""
     copies.errors["gather"] = OSError(5, "EIO")
-    engine.step(Type2Metadata(saves=(save(1, [3], [5]),), loads=()))
-    engine.step(Type2Metadata(loads=(load(2, [3], [1]),), overwritten=(1,)))
+    engine.step(StepMetadata(saves=(save(1, [3], [5]),), loads=()))
+    engine.step(StepMetadata(loads=(load(2, [3], [1]),), overwritten=(1,)))
     assert engine.until("loads", 2) == (1, False)
     assert engine.content(3) == [20]
 
@@ -363,9 +363,9 @@ def test_a_load_after_a_failed_save_of_its_block(engine, copies):
 def test_c14_metadata_names_each_steps_requests_only(engine):
     """C14: requests of an earlier step needn't be in the next one's metadata; what is left of them ends."""
     engine.write(b3=30, b4=40)
-    engine.step(Type2Metadata(saves=(save(1, [3], [5], name="a"), save(2, [4], [6], name="b"))))
-    engine.step(Type2Metadata(saves=(save(3, [4], [7], name="b"),)))
-    engine.step(Type2Metadata())
+    engine.step(StepMetadata(saves=(save(1, [3], [5], name="a"), save(2, [4], [6], name="b"))))
+    engine.step(StepMetadata(saves=(save(3, [4], [7], name="b"),)))
+    engine.step(StepMetadata())
     for number in (1, 2, 3):
         engine.until("saves", number)
     assert not engine.worker._saves
@@ -379,7 +379,7 @@ def layered():
     """An engine that transfers layer by layer, with two saved blocks."""
     engine = Engine(transfer="layerwise")
     engine.write(b1=10, b2=20)
-    engine.step(Type2Metadata(saves=(save(100, [1, 2], [0, 1]),)))
+    engine.step(StepMetadata(saves=(save(100, [1, 2], [0, 1]),)))
     engine.until("saves", 100)
     yield engine
     engine.worker.close()
@@ -388,7 +388,7 @@ def layered():
 def test_layers_are_loaded_in_order_and_waited_for_one_by_one(layered, copies):
     """A layer waits for its own blocks only, which come before the next layer's."""
     passed = []
-    metadata = Type2Metadata(loads=(load(1, [5], [0], asynchronous=False),))
+    metadata = StepMetadata(loads=(load(1, [5], [0], asynchronous=False),))
     with copies.held("scatter"):
         layered.worker.begin(metadata)
         layered.worker.load(metadata)
@@ -421,7 +421,7 @@ def test_a_layer_doesnt_wait_for_later_ones(layered, monkeypatch):
         return inner(cache, *arguments, **options)
 
     monkeypatch.setattr(PagedCache, "scatter", scatter)
-    metadata = Type2Metadata(loads=(load(1, [5], [0], asynchronous=False),))
+    metadata = StepMetadata(loads=(load(1, [5], [0], asynchronous=False),))
     layered.worker.begin(metadata)
     layered.worker.load(metadata)
     layered.worker.wait_for_layer(LAYERS[0])
@@ -434,7 +434,7 @@ def test_a_layer_doesnt_wait_for_later_ones(layered, monkeypatch):
 
 def test_a_layer_is_saved_when_it_is_computed(layered):
     """Layers are saved one by one; what comes of them later in the step isn't in the save. A second call is ignored."""
-    metadata = Type2Metadata(saves=(save(1, [3], [5]),))
+    metadata = StepMetadata(saves=(save(1, [3], [5]),))
     layered.worker.begin(metadata)
     layered.caches[LAYERS[0]][3] = 7
     layered.worker.save_layer(LAYERS[0])
@@ -445,13 +445,13 @@ def test_a_layer_is_saved_when_it_is_computed(layered):
     layered.caches[LAYERS[1]][3] = layered.caches[LAYERS[2]][3] = 7
     layered.worker.end(metadata)
     assert layered.until("saves", 1) == (1, False)
-    layered.step(Type2Metadata(loads=(load(2, [8], [5], asynchronous=False),)))
+    layered.step(StepMetadata(loads=(load(2, [8], [5], asynchronous=False),)))
     assert layered.content(8) == [7]
 
 
 def test_e8_layers_without_a_hook_are_saved_at_the_end(layered):
     """E8: draft layers, or ones for which vLLM doesn't call, are saved when the step ends, which is after drafting."""
-    metadata = Type2Metadata(saves=(save(1, [3], [5]),))
+    metadata = StepMetadata(saves=(save(1, [3], [5]),))
     layered.worker.begin(metadata)
     for name in LAYERS[:2]:
         layered.caches[name][3] = 7
@@ -459,14 +459,14 @@ def test_e8_layers_without_a_hook_are_saved_at_the_end(layered):
     layered.caches[LAYERS[2]][3] = 7
     layered.worker.end(metadata)
     layered.until("saves", 1)
-    layered.step(Type2Metadata(loads=(load(2, [8], [5], asynchronous=False),)))
+    layered.step(StepMetadata(loads=(load(2, [8], [5], asynchronous=False),)))
     assert layered.content(8) == [7]
 
 
 def test_a1_a_layers_failed_load_is_reported(layered, copies):
     """A1: a synchronous load that fails: layers go on, and the blocks are reported when the step ends, once."""
     copies.errors["scatter"] = OSError(5, "EIO")
-    metadata = Type2Metadata(loads=(load(1, [5, 6], [0, 1], asynchronous=False),))
+    metadata = StepMetadata(loads=(load(1, [5, 6], [0, 1], asynchronous=False),))
     layered.worker.begin(metadata)
     layered.worker.load(metadata)
     for name in LAYERS:
@@ -481,12 +481,12 @@ def test_c1_a_synchronous_load_waits_for_the_save_of_its_block(layered, copies):
     """C1: where blocks that are still being saved are loaded into in the same step: not before they are read."""
     layered.write(b3=30)
     with copies.held("gather"):
-        layered.step(Type2Metadata(saves=(save(1, [3], [5]),)))
+        layered.step(StepMetadata(saves=(save(1, [3], [5]),)))
         threading.Timer(SHORT, copies.gates["gather"].set).start()
-        metadata = Type2Metadata(loads=(load(2, [3], [0], asynchronous=False),))
+        metadata = StepMetadata(loads=(load(2, [3], [0], asynchronous=False),))
         layered.step(metadata)
     assert layered.content(3) == [10]
-    layered.step(Type2Metadata(loads=(load(3, [8], [5], asynchronous=False),)))
+    layered.step(StepMetadata(loads=(load(3, [8], [5], asynchronous=False),)))
     assert layered.content(8) == [30]
 
 
@@ -512,15 +512,15 @@ def test_commands_are_carried_out_and_answered_once(shared):
     """Put, exists and get of slots: what a slot held comes back in another."""
     engine, _ = shared
     engine.write(b1=10)
-    engine.step(Type2Metadata(saves=(save(1, [1], [0]),)))
+    engine.step(StepMetadata(saves=(save(1, [1], [0]),)))
     engine.until("saves", 1)
-    engine.step(Type2Metadata(commands=(command(1, "put", [1], [0]),)))
+    engine.step(StepMetadata(commands=(command(1, "put", [1], [0]),)))
     assert engine.until("answers", 1) == (1, (True,))
-    engine.step(Type2Metadata(commands=(command(2, "exists", [1, 2]),)))
+    engine.step(StepMetadata(commands=(command(2, "exists", [1, 2]),)))
     assert engine.until("answers", 2) == (1, (True, False))
-    engine.step(Type2Metadata(commands=(command(3, "get", [1, 2], [3, 4]),)))
+    engine.step(StepMetadata(commands=(command(3, "get", [1, 2], [3, 4]),)))
     assert engine.until("answers", 3) == (1, (True, False))
-    engine.step(Type2Metadata(loads=(load(2, [5], [3]),)))
+    engine.step(StepMetadata(loads=(load(2, [5], [3]),)))
     engine.until("loads", 2)
     assert engine.content(5) == [10]
 
@@ -529,16 +529,16 @@ def test_spilled_blocks_are_copied_before_their_slots_are_written(shared):
     """What is evicted goes to L2 as it was, however late the tier is and whatever the step writes to the slot."""
     engine, tier = shared
     engine.write(b1=10, b2=20)
-    engine.step(Type2Metadata(saves=(save(1, [1], [0]),)))
+    engine.step(StepMetadata(saves=(save(1, [1], [0]),)))
     engine.until("saves", 1)
     tier.going.clear()
-    engine.step(Type2Metadata(commands=(command(1, "spill", [1], [0]),), saves=(save(2, [2], [0]),)))
+    engine.step(StepMetadata(commands=(command(1, "spill", [1], [0]),), saves=(save(2, [2], [0]),)))
     engine.until("saves", 2)
     tier.going.set()
     assert engine.until("answers", 1) == (1, (True,))
-    engine.step(Type2Metadata(commands=(command(2, "get", [1], [3]),)))
+    engine.step(StepMetadata(commands=(command(2, "get", [1], [3]),)))
     engine.until("answers", 2)
-    engine.step(Type2Metadata(loads=(load(3, [5, 6], [3, 0]),)))
+    engine.step(StepMetadata(loads=(load(3, [5, 6], [3, 0]),)))
     engine.until("loads", 3)
     assert engine.content(5, 6) == [10, 20]
 
@@ -547,12 +547,12 @@ def test_d9_commands_from_before_a_reset_are_not_carried_out(shared):
     """D9: they are answered with nothing, and what L2 had is left behind."""
     engine, tier = shared
     engine.write(b1=10)
-    engine.step(Type2Metadata(saves=(save(1, [1], [0]),)))
+    engine.step(StepMetadata(saves=(save(1, [1], [0]),)))
     engine.until("saves", 1)
-    engine.step(Type2Metadata(commands=(command(1, "put", [1], [0]),)))
+    engine.step(StepMetadata(commands=(command(1, "put", [1], [0]),)))
     engine.until("answers", 1)
     calls = tier.calls["put"]
-    engine.step(Type2Metadata(commands=(command(2, "put", [2], [0]), command(3, "exists", [1], epoch=1)), epoch=1))
+    engine.step(StepMetadata(commands=(command(2, "put", [2], [0]), command(3, "exists", [1], epoch=1)), epoch=1))
     assert engine.until("answers", 2) == (1, (False,))
     assert engine.until("answers", 3) == (1, (False,))
     assert tier.calls["put"] == calls
@@ -565,7 +565,7 @@ def test_a7_a_tier_that_raises_is_a_miss(shared, error):
     tier.error = error
     for number, kind in enumerate(("put", "exists", "get")):
         slots = () if kind == "exists" else (0,)
-        engine.step(Type2Metadata(commands=(command(number, kind, [1], slots),)))
+        engine.step(StepMetadata(commands=(command(number, kind, [1], slots),)))
         assert engine.until("answers", number) == (1, (False,))
     tier.error = None
 
@@ -574,7 +574,7 @@ def test_a_command_that_cant_be_started_is_answered(shared, monkeypatch):
     """A bug in a client costs the command's hits only."""
     engine, _ = shared
     monkeypatch.setattr(engine.worker._executor._clients[0], "exists", None)
-    engine.step(Type2Metadata(commands=(command(1, "exists", [1]),)))
+    engine.step(StepMetadata(commands=(command(1, "exists", [1]),)))
     assert engine.until("answers", 1) == (1, (False,))
 
 
@@ -593,8 +593,8 @@ def test_the_slab_is_told_with_the_first_report(engine):
 
 def test_before_and_after_its_life_a_worker_does_nothing():
     """Without a paged cache, and after the end, calls are taken and do nothing."""
-    worker = Type2Worker(type2_settings(), groups=groups(), num_blocks=BLOCKS, shard="", rank=0)
-    worker.begin(Type2Metadata())
+    worker = WorkerHalf(scheduled_settings(), groups=groups(), num_blocks=BLOCKS, shard="", rank=0)
+    worker.begin(StepMetadata())
     worker.wait_for_layer("layer.0")
     worker.save_layer("layer.0")
     worker.settle()
@@ -606,7 +606,7 @@ def test_before_and_after_its_life_a_worker_does_nothing():
 def test_close_waits_for_what_is_under_way(engine, copies):
     """A save that is being copied when the worker closes reads memory that is still there."""
     with copies.held("gather"):
-        engine.step(Type2Metadata(saves=(save(1, [1], [3]),)))
+        engine.step(StepMetadata(saves=(save(1, [1], [3]),)))
         assert copies.begun.acquire(timeout=30)
         threading.Timer(SHORT, copies.gates["gather"].set).start()
         engine.worker.close()
@@ -625,10 +625,10 @@ def test_an_idle_step_waits_a_moment(engine, copies, monkeypatch):
     """Nothing is computed: the step waits for something to end, so that an idle engine doesn't spin."""
     waited = []
     monkeypatch.setattr(engine.worker._progress, "wait", waited.append)
-    engine.step(Type2Metadata(idle=True))
+    engine.step(StepMetadata(idle=True))
     assert waited == []
     with copies.held("gather"):
-        engine.step(Type2Metadata(saves=(save(1, [1], [3]),)))
+        engine.step(StepMetadata(saves=(save(1, [1], [3]),)))
         assert waited == []
-        engine.step(Type2Metadata(idle=True))
+        engine.step(StepMetadata(idle=True))
         assert len(waited) == 1

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvplug.scheduled.hits import HitFinder
 from kvplug.stats import Stats
 from kvplug.store.directed import DirectedStore
-from kvplug_type2.hits import HitFinder
-from support.type2_steps import groups, type2_settings
+from support.scheduled_steps import groups, scheduled_settings
 
 LENGTH = 48
 
@@ -33,7 +33,7 @@ class Store(DirectedStore):
     """Notes which keys are asked for."""
 
     def __init__(self, slots=256):
-        super().__init__(type2_settings(), Stats(), num_slots=slots, value_bytes=1024, num_ranks=1)
+        super().__init__(scheduled_settings(), Stats(), num_slots=slots, value_bytes=1024, num_ranks=1)
         self.asked = []
 
     def pin_prefix(self, keys):
