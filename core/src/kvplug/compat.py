@@ -520,6 +520,47 @@ def two_engines(connector: str) -> UnsupportedError:
 # -- Connectors that decide on the scheduler ---------------------------------------------------------------------------
 
 
+def has_answer(request: Any) -> bool:
+    """Return whether a finished request ended as it should: by its length, or by a stop token or string.
+
+    Args:
+        request: vLLM's `Request`.
+
+    """
+    from vllm.v1.request import RequestStatus
+
+    return request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+def drop_last_prompt_token(request: Any) -> bool:
+    """Let a request's prompt end one token earlier, if that changes nothing that anybody sees.
+
+    vLLM's own connectors do the same to a prompt with recurrent state whose decode is to be done elsewhere: the one
+    token that is generated is not the prompt's continuation then, and whoever asked for one token throws it away.
+
+    Args:
+        request: vLLM's `Request`, of which nothing has been scheduled.
+
+    Returns:
+        Whether it does.
+
+    """
+    tokens = request.prompt_token_ids
+    if tokens is None or len(tokens) < 2 or request.max_tokens != 1:  # noqa: PLR2004 - one is left
+        return False
+    last = len(tokens) - 1
+    features = getattr(request, "mm_features", None) or ()
+    if any(feature.mm_position.offset + feature.mm_position.length > last for feature in features):
+        return False
+    sampling = request.sampling_params
+    if sampling is None or sampling.prompt_logprobs is not None:
+        return False
+    del request.prompt_token_ids[-1]
+    del request._all_token_ids[-1]  # noqa: SLF001 - the list behind `all_token_ids`
+    request.num_prompt_tokens -= 1
+    return True
+
+
 def reports_failed_loads() -> bool:
     """Return whether a connector can report that a request's load failed, whatever its KV-cache groups (0.30 on)."""
     from vllm.distributed.kv_transfer.kv_connector.v1 import base

@@ -24,6 +24,7 @@ KEY_SIZE = DIGEST_SIZE
 _TOKEN_SIZE = 4
 _TOKEN_TYPE = next(code for code in "IL" if array(code).itemsize == _TOKEN_SIZE)
 _BLOCK_TAG = b"kvplug.block"
+_TAIL_TAG = b"kvplug.tail"
 _COUNT = struct.Struct("<I")
 #: Length of the identifier, start of the feature relative to the block's first token, length of the feature.
 _FEATURE = struct.Struct("<IqQ")
@@ -59,7 +60,7 @@ class KeyChain:
         # First token, token after the last, identifier.
         self._features = [(f.offset, f.stop, f.identifier.encode("utf-8", "surrogatepass")) for f in identity.features]
         self._next_feature = 0
-        self._parent = tagged_digest(
+        self._start = self._parent = tagged_digest(
             "kvplug.request", namespace, block_size.to_bytes(8, "little"), identity.lora, identity.salt
         )
         #: One key of 32 bytes per full block, in order. Grows; not to be changed by the caller.
@@ -97,6 +98,36 @@ class KeyChain:
             self._append(_pack(token_ids[start:stop]), start)
         return len(self.keys)
 
+    def tail(self, token_ids: Sequence[int], stop: int) -> bytes | None:
+        """Return the key of the block that the first `stop` tokens begin and don't fill.
+
+        It commits to those tokens and to nothing after them. It is never equal to the key of a full block.
+
+        Args:
+            token_ids: All token ids of the request so far, as in `extend`, which must have been called with them.
+            stop: How many of them are meant.
+
+        Returns:
+            The key; None if they end with a full block.
+
+        Raises:
+            ValueError: The keys don't cover the blocks before it.
+
+        """
+        blocks, rest = divmod(stop, self._block_size)
+        if not rest:
+            return None
+        if blocks > len(self.keys) or stop > len(token_ids):
+            raise ValueError(f"The keys cover {self.num_tokens} tokens, but {stop} of {len(token_ids)} are asked for.")
+        start = stop - rest
+        index = 0
+        while index < len(self._features) and self._features[index][1] <= start:
+            index += 1
+        extras = self._encode(index, start, stop)
+        parent = self.keys[blocks - 1] if blocks else self._start
+        tokens = _pack(token_ids[start:stop])
+        return hashlib.sha256(_TAIL_TAG + parent + _COUNT.pack(rest) + tokens + extras).digest()
+
     def _append(self, tokens: bytes, start: int) -> None:
         """Append keys for whole blocks of packed tokens, the first of which is the request's token `start`."""
         keys = self.keys
@@ -113,16 +144,20 @@ class KeyChain:
         self._parent = parent
 
     def _extras(self, start: int) -> bytes:
-        """Encode the features that overlap the block whose first token is `start`.
-
-        The whole feature's length goes in too: models that attend both ways inside an image make the KV of its
-        first tokens depend on its last.
-        """
-        stop = start + self._block_size
+        """Encode the features that overlap the block whose first token is `start`, which comes after those before."""
         features, index = self._features, self._next_feature
         while index < len(features) and features[index][1] <= start:
             index += 1
         self._next_feature = index
+        return self._encode(index, start, start + self._block_size)
+
+    def _encode(self, index: int, start: int, stop: int) -> bytes:
+        """Encode the features from one on that overlap the tokens from `start` to before `stop`.
+
+        The whole feature's length goes in too: models that attend both ways inside an image make the KV of its
+        first tokens depend on its last.
+        """
+        features = self._features
         extras, count = b"", 0
         while index < len(features) and features[index][0] < stop:
             offset, end, identifier = features[index]

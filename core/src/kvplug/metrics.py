@@ -114,6 +114,11 @@ METRICS: Mapping[str, Metric] = {
     "l2_prefetches_dropped": _counter("Blocks that weren't, because too much was on its way."),
     "l2_load_timeouts": _counter("Requests that waited for L2 until their time was up.", every_rank=True),
     "l2_wait_seconds": Metric("seconds", "What a request's step waited for L2, per rank.", every_rank=True),
+    "handovers": _counter("Requests that were prefilled by another engine."),
+    "handover_tokens_computed": _counter("Prompt tokens of such requests that were computed here: one, if all came."),
+    "handover_timeouts": _counter("Such requests that waited for what wasn't stored in time."),
+    "handovers_refused": _counter("Such requests that weren't waited for, by reason.", label="reason"),
+    "handover_wait_seconds": Metric("seconds", "What such requests waited for the store."),
     "l1_usage_bytes": Metric("gauge", "Host memory that holds blocks, over all ranks.", every_rank=True),
     "l1_capacity_bytes": Metric("gauge", "Host memory for blocks, over all ranks.", every_rank=True),
 }

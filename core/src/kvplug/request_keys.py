@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvplug.identity import RequestIdentity, Uncacheable, identity_of
@@ -13,9 +14,19 @@ from kvplug.lora import AdapterIdentities
 if TYPE_CHECKING:
     from kvplug.kv_groups import KVGroup
 
-__all__ = ["KeyMaker", "RequestKeys"]
+__all__ = ["KeyMaker", "RequestKeys", "Tail"]
 
 _limited = RateLimited(get_logger(__name__))
+
+
+@dataclass(frozen=True)
+class Tail:
+    """Where some first tokens of a request end: in blocks that are full then, or in ones that aren't."""
+
+    #: How many tokens these are.
+    tokens: int
+    #: By group, the key of the block that they begin and don't fill; None if they end with a full block.
+    keys: tuple[bytes | None, ...]
 
 
 class RequestKeys:
@@ -53,6 +64,15 @@ class RequestKeys:
             for number, (chain, keys) in enumerate(zip(self._of_group, self.by_group, strict=True)):
                 suffix = bytes((number,))
                 keys.extend(key + suffix for key in chain.keys[len(keys) :])
+
+
+    def tail(self, token_ids: Sequence[int], stop: int) -> Tail:
+        """Return where the first `stop` tokens end; see `KeyChain.tail`."""
+        keys: list[bytes | None] = []
+        for number, chain in enumerate(self._of_group):
+            key = chain.tail(token_ids, stop)
+            keys.append(key + bytes((number,)) if key is not None and self._has_suffixes else key)
+        return Tail(stop, tuple(keys))
 
 
 class KeyMaker:

@@ -13,9 +13,9 @@ from kvplug import compat
 from kvplug.errors import ConfigError, UnsupportedError
 from kvplug.hookspecs import has_hooks, needed_hooks
 from kvplug.metrics import METRICS
+from kvplug.scheduled import connector as module
 from kvplug.scheduled.metadata import Load, Part, Save, SlabHandshake, StepMetadata, WorkerReport
 from kvplug.scheduled.worker import WorkerHalf
-from kvplug.scheduled import connector as module
 from kvplug_type2.connector import Type2Connector
 from kvplug_type2.settings import Type2Settings
 from support.scheduled_steps import BLOCK, Half, Request, groups, scheduled_settings

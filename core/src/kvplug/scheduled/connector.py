@@ -63,7 +63,7 @@ class ScheduledConnector(PreemptionMixin, MetricsMixin, KVConnectorBase_V1, Supp
         name = type(self).__name__
         settings = self.Settings.load(vllm_config.kv_transfer_config.kv_connector_extra_config)
         groups = kv_groups(kv_cache_config, name)
-        refuse_what_cannot_work(vllm_config, role, groups, settings, name=name, roles=self.roles)
+        refuse_what_cannot_work(vllm_config, role, groups, settings=settings, name=name, roles=self.roles)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         parallel = vllm_config.parallel_config
@@ -247,15 +247,13 @@ class ScheduledConnector(PreemptionMixin, MetricsMixin, KVConnectorBase_V1, Supp
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request. Its blocks can be freed at once: what still reads them is waited for before a write."""
-        self.scheduler.finish(request)
-        return False, None
+        return False, self.scheduler.finish(request)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request, as `request_finished`."""
-        self.scheduler.finish(request)
-        return False, None
+        return False, self.scheduler.finish(request)
 
     def has_pending_push_work(self) -> bool:
         """Keep an idle engine stepping until saves have ended and L2 knows what to do (vLLM 0.24 on)."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from kvplug.kv_groups import KVGroup, alignment_of
 
 if TYPE_CHECKING:
+    from kvplug.request_keys import Tail
     from kvplug.store import SlotRef
     from kvplug.store.directed import DirectedStore
 
@@ -41,7 +42,8 @@ class Hit:
 class HitFinder:
     """Looks for hits.
 
-    A hit ends where blocks of all groups end. Up to there, full attention needs all blocks, a sliding window those in
+    A hit ends where blocks of all groups end, or where a prompt ends whose last blocks are stored as far as they are
+    full (its tail). Up to there, full attention needs all blocks, a sliding window those in
     the window, and recurrent state the one block that holds it. So full attention leads: it decides how far a hit can
     go, and the others are tried from there downwards.
 
@@ -79,7 +81,7 @@ class HitFinder:
         hit.refs = [[] for _ in self._groups]
         hit.scanned = -1
 
-    def find(self, hit: Hit, keys: Keys, local: int, limit: int) -> int:
+    def find(self, hit: Hit, keys: Keys, local: int, limit: int, tail: Tail | None = None) -> int:
         """Extend a hit as far as it goes now. It can be asked again and again; what is pinned is looked up once.
 
         Args:
@@ -87,6 +89,7 @@ class HitFinder:
             keys: The request's keys, by group.
             local: Tokens that vLLM's own prefix cache has now: may be more or less than before.
             limit: Tokens that may be covered at most.
+            tail: Where the tokens up to `limit` end, if a hit may end there, too.
 
         Returns:
             Tokens from the start that are covered; at most `local` if that is all.
@@ -101,6 +104,8 @@ class HitFinder:
             self._restart(hit, local)
         hit.local = local
         end = self.reach(hit, keys, limit)
+        if tail is not None and max(hit.tokens, local) < tail.tokens and self._pin_tail(hit, keys, tail):
+            hit.tokens = tail.tokens
         if end > hit.scanned:
             for tokens in range(end, max(hit.tokens, local), -self.alignment):
                 if self._pin_followers(hit, keys, tokens):
@@ -123,38 +128,51 @@ class HitFinder:
             covered = min(covered, (hit.first[number] + len(refs)) * group.block_size)
         return max(0, covered // self.alignment * self.alignment - self._dropped)
 
-    def missing(self, hit: Hit, keys: Keys, limit: int) -> Iterator[bytes]:
+    def missing(self, hit: Hit, keys: Keys, limit: int, tail: Tail | None = None) -> Iterator[bytes]:
         """Yield the keys that a longer hit would need first."""
         end = limit // self.alignment * self.alignment
         for group in self._leaders:
             have = hit.first[group.index] + len(hit.refs[group.index])
             if have < limit // group.block_size:
                 yield keys[group.index][have]
+            elif have == limit // group.block_size:
+                yield from _key_of(tail, group)
             end = min(end, have * group.block_size // self.alignment * self.alignment)
         if end > max(hit.tokens, hit.local):
             for group in self._followers:
                 yield keys[group.index][end // group.block_size - 1]
+        if tail is not None and hit.tokens < tail.tokens:
+            for group in self._followers:
+                yield from _key_of(tail, group)
 
-    def wanted_first(self, hit: Hit, keys: Keys, limit: int) -> list[tuple[Sequence[bytes], bool]]:
+    def wanted_first(
+        self, hit: Hit, keys: Keys, limit: int, tail: Tail | None = None
+    ) -> list[tuple[Sequence[bytes], bool]]:
         """Return what to fetch from L2 first: runs of keys of those groups that decide how far a hit goes."""
         groups = self._leaders or [group for group in self._followers if group.kind != "state"]
-        wanted = []
+        wanted: list[tuple[Sequence[bytes], bool]] = []
         for group in groups:
             have = hit.first[group.index] + len(hit.refs[group.index])
-            wanted.append((keys[group.index][have : limit // group.block_size], False))
+            wanted.append(([*keys[group.index][have : limit // group.block_size], *_key_of(tail, group)], False))
         return wanted
 
-    def wanted_then(self, hit: Hit, keys: Keys, limit: int) -> list[tuple[Sequence[bytes], bool]]:
+    def wanted_then(
+        self, hit: Hit, keys: Keys, limit: int, tail: Tail | None = None
+    ) -> list[tuple[Sequence[bytes], bool]]:
         """Return what to fetch from L2 next, given what leading groups have: keys, and whether the last one will do."""
         end = self.reach(hit, keys, limit)
+        if tail is not None and self._leads_to(hit, tail):
+            end = tail.tokens
+        else:
+            tail = None
         wanted: list[tuple[Sequence[bytes], bool]] = []
         for group in self._followers if end > hit.local else ():
             stop = end // group.block_size
             if group.kind == "state":
-                wanted.append((keys[group.index][hit.local // group.block_size : stop], True))
+                wanted.append(([*keys[group.index][hit.local // group.block_size : stop], *_key_of(tail, group)], True))
             elif self._leaders:
                 first = max(group.first_needed(end), hit.local // group.block_size)
-                wanted.append((keys[group.index][first:stop], False))
+                wanted.append(([*keys[group.index][first:stop], *_key_of(tail, group)], False))
         return wanted
 
     def release(self, hit: Hit) -> None:
@@ -170,11 +188,28 @@ class HitFinder:
         hit.refs = [[] for _ in hit.refs]
         return taken
 
-    def _pin_followers(self, hit: Hit, keys: Keys, tokens: int) -> bool:
+    def _leads_to(self, hit: Hit, tail: Tail) -> bool:
+        """Say whether leading groups have all blocks up to a tail, and pin the last ones."""
+        for group in self._leaders:
+            blocks = hit.first[group.index] + len(hit.refs[group.index])
+            missing = -(-tail.tokens // group.block_size) - blocks
+            if missing > 1 or (missing == 1 and not (more := self._store.pin_prefix(_key_of(tail, group)))):
+                return False
+            if missing == 1:
+                hit.refs[group.index] += more
+        return True
+
+    def _pin_tail(self, hit: Hit, keys: Keys, tail: Tail) -> bool:
+        # It is tried at every step of a request that waits: first what can be told by one look.
+        has = self._store.allocator.prefix_length
+        here = all(has(_key_of(tail, group)) == len(_key_of(tail, group)) for group in self._followers)
+        return here and self._leads_to(hit, tail) and self._pin_followers(hit, keys, tail.tokens, tail)
+
+    def _pin_followers(self, hit: Hit, keys: Keys, tokens: int, tail: Tail | None = None) -> bool:
         pinned: list[tuple[int, int, list[SlotRef]]] = []
         for group in self._followers:
             first = max(group.first_needed(tokens), hit.local // group.block_size)
-            wanted = keys[group.index][first : tokens // group.block_size]
+            wanted = [*keys[group.index][first : tokens // group.block_size], *_key_of(tail, group)]
             refs = self._store.pin_prefix(wanted)
             pinned.append((group.index, first, refs))
             if len(refs) < len(wanted):
@@ -210,3 +245,9 @@ class HitFinder:
                 return False
             hit.first[number] = min(first, hit.first[number])
         return True
+
+
+def _key_of(tail: Tail | None, group: KVGroup) -> tuple[bytes, ...]:
+    """Return the key of a group's block that a tail doesn't fill, if there is one."""
+    key = None if tail is None else tail.keys[group.index]
+    return () if key is None else (key,)

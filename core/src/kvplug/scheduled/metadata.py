@@ -74,6 +74,8 @@ class SlabHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     value_bytes: int
     #: The settings that decide both: `ScheduledSettings.slab_sized_by`.
     sized_by: tuple[str, int, bool] = ("", 0, False)
+    #: Fewer tokens than this are computed faster than loaded, as far as that was measured.
+    min_reuse_tokens: int = 0
 
 
 @dataclass
@@ -105,7 +107,12 @@ def merge_slabs(one: SlabHandshake | None, other: SlabHandshake | None) -> SlabH
     """Return what holds for the slabs of all ranks."""
     if one is None or other is None:
         return one or other
-    return SlabHandshake(min(one.num_slots, other.num_slots), max(one.value_bytes, other.value_bytes), one.sized_by)
+    return SlabHandshake(
+        min(one.num_slots, other.num_slots),
+        max(one.value_bytes, other.value_bytes),
+        one.sized_by,
+        max(one.min_reuse_tokens, other.min_reuse_tokens),
+    )
 
 
 def _added(

@@ -6,7 +6,7 @@ It owns the bookkeeping of host memory. Whatever it promises is pinned there unt
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvplug import compat
 from kvplug.provenance import Provenance
@@ -50,11 +50,14 @@ class _Slots:
             scheduler.stats,
             scheduler.admission,
             drop_last_hit=scheduler.drop_last_hit,
+            tails=scheduler.tails,
         )
 
 
 class SchedulerHalf:
     """Answers vLLM's scheduler, and turns each step into work for the workers.
+
+    Subclasses decide more of a request when it is tracked (`prepare`) and when it has finished (`answer`).
 
     Args:
         settings: Of the connector.
@@ -67,6 +70,9 @@ class SchedulerHalf:
             can't keep each other from starting.
 
     """
+
+    #: Whether prompts' ends are looked for that are stored in blocks that aren't full.
+    tails: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -196,9 +202,13 @@ class SchedulerHalf:
             if tracked is not None:
                 self._forget(tracked)
             tracked = Tracked(request, self._keys.start(request), self._planner.start())
+            self.prepare(tracked)
             self._tracked[request.request_id] = tracked
             self._save_from[request.request_id] = 0
         return tracked
+
+    def prepare(self, tracked: Tracked) -> None:
+        """Take in a request that is tracked from now on. For subclasses."""
 
     def _has_keys(self, tracked: Tracked) -> bool:
         if tracked.keys is not None and not self._keys.extend(tracked.keys, tracked.request):
@@ -340,6 +350,7 @@ class SchedulerHalf:
                 known = tracked.num_local_tokens + tracked.num_promised_tokens + self._planner.alignment
                 foreign.append((request_id, may_load and computed >= known))
                 tracked.progress = self._planner.start()
+                tracked.tail_saved = False
                 self._save_from[request_id] = 0
                 tracked.num_promised_tokens = tracked.num_fetched_tokens = 0
                 self.admission.ended(request_id)
@@ -348,7 +359,7 @@ class SchedulerHalf:
     def _save(self, scheduler_output: Any, starting: set[str]) -> Save | None:
         """Reserve slots for the blocks that the step completes, of all requests, as far as they aren't stored."""
         assert self._slots is not None
-        completed = self._completed(scheduler_output, starting)
+        completed, has_tails = self._completed(scheduler_output, starting)
         if completed is None:
             return None
         parts: list[Part] = []
@@ -369,12 +380,22 @@ class SchedulerHalf:
         self.stats.add("saves_refused", allocator.refused - refused)
         if not parts:
             return None
-        return Save(self._slots.transfers.start_save(block_ids, refs), tuple(parts))
+        save = Save(self._slots.transfers.start_save(block_ids, refs), tuple(parts))
+        if has_tails and self._planner.has_state:
+            # The next step may go on in the very block: later tokens go behind what is saved, but state is replaced.
+            self._given_away.add(save.number)
+        return save
 
-    def _completed(self, scheduler_output: Any, starting: set[str]) -> list[tuple[list[bytes], list[int]]] | None:
-        """Return, by group, the keys and ids of the blocks that the step completes; None if there aren't any."""
+    def _completed(
+        self, scheduler_output: Any, starting: set[str]
+    ) -> tuple[list[tuple[list[bytes], list[int]]] | None, bool]:
+        """Return, by group, the keys and ids of the blocks that the step completes; None if there aren't any.
+
+        And whether there are prompts' ends among them, in blocks that aren't full.
+        """
         drafts = scheduler_output.scheduled_spec_decode_tokens
         completed: list[tuple[list[bytes], list[int]]] | None = None
+        has_tails = False
         # The common case is a decode step that fills no block.
         for request_id, computed, scheduled in compat.requests_that_reach(scheduler_output, self._save_from):
             tracked = self._tracked[request_id]
@@ -382,14 +403,13 @@ class SchedulerHalf:
             # in the request's list, and nothing from its position on is usable.
             known = min(computed + scheduled, len(tracked.request.all_token_ids))
             tables = self._tables.get(request_id)
-            if known < tracked.progress.next_tokens or tables is None:
+            if known < self._save_from[request_id] or tables is None:
                 continue
             if not self._provenance.may_save(request_id) or not self._has_keys(tracked):
                 continue
             assert tracked.keys is not None
             exact = known == computed + scheduled and request_id not in drafts
             planned = self._planner.plan(tracked.progress, computed, known, exact=exact, starts=request_id in starting)
-            self._save_from[request_id] = tracked.progress.next_tokens
             if completed is None:
                 completed = [([], []) for _ in self.groups]
             for group, first, end in planned:
@@ -399,7 +419,41 @@ class SchedulerHalf:
                     keys, blocks = [key for key, _ in pairs], [block for _, block in pairs]
                 completed[group][0].extend(keys)
                 completed[group][1].extend(blocks)
-        return completed
+            if tracked.save_tail_at and not tracked.tail_saved and known >= tracked.save_tail_at:
+                has_tails = tracked.tail_saved = True
+                self._add_tail(tracked, tables, completed, exact=exact and known == tracked.save_tail_at)
+            following = tracked.progress.next_tokens
+            if tracked.save_tail_at and not tracked.tail_saved:
+                following = min(following, tracked.save_tail_at)
+            self._save_from[request_id] = following
+        return completed, has_tails
+
+    def _add_tail(
+        self,
+        tracked: Tracked,
+        tables: Sequence[list[int]],
+        completed: list[tuple[list[bytes], list[int]]],
+        *,
+        exact: bool,
+    ) -> None:
+        """Add the blocks in which a prompt ends, if they aren't full.
+
+        Args:
+            tracked: The request.
+            tables: Its block ids, by group.
+            completed: What to add to, by group: keys, and block ids.
+            exact: Whether the step ends with the prompt. If not, recurrent state is that of later tokens.
+
+        """
+        assert tracked.keys is not None
+        tail = tracked.keys.tail(tracked.request.all_token_ids, tracked.save_tail_at)
+        for group, key in zip(self.groups, tail.keys, strict=True):
+            position = (tail.tokens - 1) // group.block_size
+            table = tables[group.index]
+            if key is None or position >= len(table) or not table[position] or (group.kind == "state" and not exact):
+                continue
+            completed[group.index][0].append(key)
+            completed[group.index][1].append(table[position])
 
     def _written_blocks(self, scheduler_output: Any) -> Iterator[int]:
         """Yield the blocks that a step may write to and that weren't the same request's before."""
@@ -414,12 +468,25 @@ class SchedulerHalf:
 
     # -- Ends --------------------------------------------------------------------------------------------------------
 
-    def finish(self, request: Any) -> None:
-        """Forget a request that finished, was aborted, or was never scheduled. Its transfers go on by themselves."""
+    def finish(self, request: Any) -> dict[str, Any] | None:
+        """Forget a request that finished, was aborted, or was never scheduled. Its transfers go on by themselves.
+
+        Returns:
+            The `kv_transfer_params` of its answer, if it has any.
+
+        """
         tracked = self._tracked.get(request.request_id)
-        if tracked is not None and tracked.request is request:
-            del self._tracked[request.request_id], self._save_from[request.request_id]
-            self._forget(tracked)
+        if tracked is None or tracked.request is not request:
+            return None
+        answer = self.answer(tracked)
+        del self._tracked[request.request_id], self._save_from[request.request_id]
+        self._forget(tracked)
+        return answer
+
+    def answer(self, tracked: Tracked) -> dict[str, Any] | None:
+        """Return the `kv_transfer_params` of a finished request's answer. For subclasses."""
+        del tracked
+        return None
 
     def _forget(self, tracked: Tracked) -> None:
         self._provenance.forget(tracked.request_id)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvplug.request_keys import RequestKeys
+    from kvplug.request_keys import RequestKeys, Tail
     from kvplug.saves import SaveProgress
     from kvplug.scheduled.hits import Hit
     from kvplug.store.tiered.loader import Prefetch
@@ -30,6 +30,13 @@ class Wait:
     tokens_before: int = 0
     #: Whether its time was up once.
     timed_out: bool = False
+    #: When it began, by `time.monotonic`.
+    started: float = 0.0
+    #: When to look again for what another engine is storing, and the seconds until the time after that.
+    ask_at: float = 0.0
+    interval: float = 0.0
+    #: Blocks that were pinned when it was looked for last.
+    num_pinned: int = 0
 
     @property
     def tiers(self) -> frozenset[str]:
@@ -61,6 +68,17 @@ class Tracked:
     fetched_from: frozenset[str] = frozenset()
     #: Whether a load failed, so that nothing is promised any more.
     failed: bool = False
+    #: Where its tokens end, if that is looked for (see `Lookups`).
+    tail: Tail | None = None
+    #: Seconds that it waits for tokens that aren't in any tier yet, since another engine is storing them, and how many
+    #: tokens from the start these are at most.
+    patience: float = 0.0
+    num_expected_tokens: int = 0
+    #: Tokens at whose end blocks are saved that aren't full, once; 0 for none.
+    save_tail_at: int = 0
+    tail_saved: bool = False
+    #: Whether tiers were asked whether they still have what is theirs of it.
+    assured: bool = False
 
     @property
     def request_id(self) -> str:

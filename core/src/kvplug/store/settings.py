@@ -56,6 +56,8 @@ class StoreSettings(L1Settings):
 
     #: The tiers that `l2` names, in order.
     tiers: ClassVar[tuple[type[Tier], ...]] = ()
+    #: What part of L1 may be on its way to a tier, and from all of them: one over this.
+    l2_share: ClassVar[int] = 4
 
     l2: Annotated[tuple[str, ...], BeforeValidator(_names)] = Field(
         default=(),

@@ -190,6 +190,9 @@ class Simulation:
         )
         self._ledger.add(request_id, prompt, identity(cache_salt, lora_request))
         self.scheduler.add_request(request)
+        if request.num_prompt_tokens < len(prompt):
+            # A connector that hands recurrent state over lets the prompt end one token earlier, as vLLM's own do.
+            self._ledger.add(request_id, request.prompt_token_ids, identity(cache_salt, lora_request))
         return request_id
 
     def abort(self, request_id: str) -> None:

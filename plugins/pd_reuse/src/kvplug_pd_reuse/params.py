@@ -1,0 +1,92 @@
+"""`kv_transfer_params`: what routers, prefill engines and decode engines tell each other of a request.
+
+The keys are those of vLLM's Nixl connector, which routers know. What kvplug adds is in one object, `kvplug`. Clients
+can send anything here, so nothing is believed that matters: what is loaded is decided by the tokens and the store.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+__all__ = ["VERSION", "Handover", "answer", "read"]
+
+#: Version of the object `kvplug`. Raised when its meaning changes.
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Handover:
+    """What a request's parameters come to.
+
+    Attributes:
+        role: Whether the request is to be prefilled for another engine, or was prefilled by another one; None if it is
+            like any other.
+        num_tokens: Tokens from the start that the prefill engine has stored, or is storing; None if it doesn't say.
+        problem: Why a request that was prefilled isn't waited for: `namespace` if by another model, `version` if by
+            another kvplug; else empty.
+
+    """
+
+    role: Literal["prefill", "decode"] | None = None
+    num_tokens: int | None = None
+    problem: str = ""
+
+
+def read(params: object, namespace: bytes) -> Handover:
+    """Read a request's `kv_transfer_params`, whatever they are. Never raises.
+
+    Args:
+        params: What the client sent.
+        namespace: This engine's own, 32 bytes (`kvplug.namespace.namespace_fingerprint`).
+
+    """
+    if not isinstance(params, dict):
+        return Handover()
+    prefill, decode = params.get("do_remote_decode") is True, params.get("do_remote_prefill") is True
+    if prefill == decode:
+        return Handover()
+    return Handover("prefill") if prefill else _of_decode(params.get("kvplug"), namespace)
+
+
+def _of_decode(said: object, namespace: bytes) -> Handover:
+    if not isinstance(said, dict):
+        return Handover("decode")
+    if said.get("version") != VERSION:
+        return Handover("decode", problem="version")
+    if said.get("namespace") != namespace.hex():
+        return Handover("decode", problem="namespace")
+    tokens = said.get("num_stored_tokens")
+    if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0:
+        return Handover("decode")
+    return Handover("decode", tokens)
+
+
+def answer(request: Any, namespace: bytes, *, engine_id: str, tp_size: int, num_stored_tokens: int) -> dict[str, Any]:
+    """Return the `kv_transfer_params` of a prefill engine's answer. A new dict: vLLM adds to it.
+
+    Args:
+        request: vLLM's `Request`.
+        namespace: See `read`.
+        engine_id: vLLM's name for this engine.
+        tp_size: Its tensor-parallel size.
+        num_stored_tokens: Tokens from the start that are stored, or are being stored.
+
+    """
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        # Nobody is to be asked for blocks by number, and nobody waits to be asked.
+        "remote_block_ids": [],
+        "remote_host": "",
+        "remote_port": 0,
+        "remote_engine_id": engine_id,
+        "remote_request_id": request.request_id,
+        "tp_size": tp_size,
+        "kvplug": {
+            "version": VERSION,
+            "namespace": namespace.hex(),
+            "num_prompt_tokens": request.num_prompt_tokens,
+            "num_stored_tokens": num_stored_tokens,
+        },
+    }
