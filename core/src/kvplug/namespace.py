@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from kvplug.canonical import canonical_json, plain
@@ -10,7 +12,16 @@ from kvplug.digest import tagged_digest
 from kvplug.errors import UnsupportedError
 from kvplug.weights import describe_weights
 
-__all__ = ["FORMAT_VERSION", "namespace_fields", "namespace_fingerprint", "shard_id"]
+__all__ = [
+    "FORMAT_VERSION",
+    "Shard",
+    "has_draft_kv",
+    "namespace_fields",
+    "namespace_fingerprint",
+    "own_shard",
+    "shard_id",
+    "shards_of",
+]
 
 #: Raised whenever keys, or what they stand for, change: content of an older version is then never found.
 FORMAT_VERSION = 1
@@ -141,6 +152,34 @@ def namespace_fields(vllm_config: Any, kv_cache_config: Any, *, model_id: str | 
     }
 
 
+@dataclass(frozen=True)
+class Shard:
+    """The share of every block that one rank holds. As text, it is part of stored keys.
+
+    Attributes:
+        layers: Half-open range of the model's layers.
+        heads: Half-open range of its KV heads. Ranks that hold replicas of the same heads have the same range.
+        tp: Rank and size of tensor parallelism.
+        pp: Rank and size of pipeline parallelism.
+        pcp: Rank and size of prefill context parallelism.
+        dcp: Rank and size of decode context parallelism.
+
+    """
+
+    layers: tuple[int, int]
+    heads: tuple[int, int]
+    tp: tuple[int, int]
+    pp: tuple[int, int]
+    pcp: tuple[int, int] = (0, 1)
+    dcp: tuple[int, int] = (0, 1)
+
+    def __str__(self) -> str:
+        shard = "layers{}-{}.heads{}-{}.tp{}of{}.pp{}of{}".format(*self.layers, *self.heads, *self.tp, *self.pp)
+        if self.pcp[1] > 1 or self.dcp[1] > 1:
+            shard += ".pcp{}of{}.dcp{}of{}".format(*self.pcp, *self.dcp)
+        return shard
+
+
 def shard_id(vllm_config: Any) -> str:
     """Name the share of every block that this rank holds, as part of a stored key.
 
@@ -153,27 +192,78 @@ def shard_id(vllm_config: Any) -> str:
         of the same heads have the same ranges.
 
     """
+    return str(own_shard(vllm_config))
+
+
+def own_shard(vllm_config: Any) -> Shard:
+    """Return the share of every block that this rank holds.
+
+    Args:
+        vllm_config: As for `shard_id`.
+
+    """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     pcp_size = getattr(parallel, "prefill_context_parallel_size", 1)
     dcp_size = getattr(parallel, "decode_context_parallel_size", 1)
     # The order of ranks, the last counting fastest: data, pipeline, prefill context, tensor.
     tp_rank = parallel.rank % tp_size
-    pcp_rank = parallel.rank // tp_size % pcp_size
-    pp_rank = parallel.rank // (tp_size * pcp_size) % pp_size
-    heads = 1 if getattr(model, "use_mla", False) else model.get_total_num_kv_heads()
-    if heads >= tp_size:
-        share = heads // tp_size
-        first_head = tp_rank * share
-    else:
-        share = 1
-        first_head = tp_rank * heads // tp_size
-    first_layer, end_layer = model.get_layers_start_end_indices(parallel)
-    shard = f"layers{first_layer}-{end_layer}.heads{first_head}-{first_head + share}"
-    shard += f".tp{tp_rank}of{tp_size}.pp{pp_rank}of{pp_size}"
-    if pcp_size > 1 or dcp_size > 1:
-        shard += f".pcp{pcp_rank}of{pcp_size}.dcp{tp_rank % dcp_size}of{dcp_size}"
-    return shard
+    return Shard(
+        layers=model.get_layers_start_end_indices(parallel),
+        heads=_heads(model, tp_rank, tp_size),
+        tp=(tp_rank, tp_size),
+        pp=(parallel.rank // (tp_size * pcp_size) % pp_size, pp_size),
+        pcp=(parallel.rank // tp_size % pcp_size, pcp_size),
+        dcp=(tp_rank % dcp_size, dcp_size),
+    )
+
+
+def shards_of(vllm_config: Any, tp_size: int, pp_size: int) -> tuple[Shard, ...]:
+    """Return the shares of all ranks of an engine that serves this model with other parallel sizes, in their order.
+
+    Args:
+        vllm_config: vLLM's `VllmConfig`.
+        tp_size: That engine's tensor-parallel size.
+        pp_size: Its pipeline-parallel size.
+
+    Raises:
+        UnsupportedError: There can't be such an engine, or it isn't known which layers its ranks have.
+
+    """
+    model = vllm_config.model_config
+    heads = _num_heads(model)
+    if tp_size < 1 or pp_size < 1 or (heads % tp_size and tp_size % heads):
+        raise UnsupportedError(f"{heads} KV heads can't be spread over {tp_size} ranks")
+    shards = []
+    for pp_rank in range(pp_size):
+        # As `get_layers_start_end_indices` sees it in that engine's first rank of the stage.
+        parallel = SimpleNamespace(tensor_parallel_size=tp_size, pipeline_parallel_size=pp_size, rank=pp_rank * tp_size)
+        try:
+            # One stage has all layers, whatever VLLM_PP_LAYER_PARTITION says of this engine's.
+            layers = (
+                model.get_layers_start_end_indices(parallel)
+                if pp_size > 1
+                else (0, model.get_total_num_hidden_layers())
+            )
+        except ValueError as error:  # VLLM_PP_LAYER_PARTITION is for another number of stages
+            raise UnsupportedError(f"vLLM can't tell which layers {pp_size} stages have ({error})") from error
+        shards += [
+            Shard(layers, _heads(model, tp_rank, tp_size), (tp_rank, tp_size), (pp_rank, pp_size))
+            for tp_rank in range(tp_size)
+        ]
+    return tuple(shards)
+
+
+def _num_heads(model: Any) -> int:
+    return 1 if getattr(model, "use_mla", False) else int(model.get_total_num_kv_heads())
+
+
+def _heads(model: Any, tp_rank: int, tp_size: int) -> tuple[int, int]:
+    """Return the range of KV heads that a tensor-parallel rank has."""
+    heads = _num_heads(model)
+    share = max(1, heads // tp_size)
+    first = tp_rank * share if heads >= tp_size else tp_rank * heads // tp_size
+    return first, first + share
 
 
 def _refuse_what_tokens_dont_decide(model: Any, kv_cache_config: Any) -> None:
@@ -216,11 +306,22 @@ def _has_long_rope(config: Any) -> bool:
     return isinstance(config, list) and any(_has_long_rope(value) for value in config)
 
 
+def has_draft_kv(vllm_config: Any) -> bool:
+    """Say whether there is a draft model whose layers have KV in the same blocks.
+
+    Args:
+        vllm_config: vLLM's `VllmConfig`.
+
+    """
+    speculative = getattr(vllm_config, "speculative_config", None)
+    return speculative is not None and speculative.method not in _WITHOUT_DRAFT_KV
+
+
 def _draft_fields(vllm_config: Any) -> dict[str, Any] | None:
     """Describe a draft model whose layers have KV in the same blocks."""
-    speculative = getattr(vllm_config, "speculative_config", None)
-    if speculative is None or speculative.method in _WITHOUT_DRAFT_KV:
+    if not has_draft_kv(vllm_config):
         return None
+    speculative = vllm_config.speculative_config
     fields: dict[str, Any] = {"method": plain(speculative.method)}
     draft = getattr(speculative, "draft_model_config", None)
     if draft is not None:

@@ -65,7 +65,6 @@ class RequestKeys:
                 suffix = bytes((number,))
                 keys.extend(key + suffix for key in chain.keys[len(keys) :])
 
-
     def tail(self, token_ids: Sequence[int], stop: int) -> Tail:
         """Return where the first `stop` tokens end; see `KeyChain.tail`."""
         keys: list[bytes | None] = []

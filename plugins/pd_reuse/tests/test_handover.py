@@ -189,7 +189,7 @@ def test_a_tenants_salt_keeps_its_prompts_apart(engines):
 
 
 def test_engines_of_other_models_or_blocks_never_mix(engines):
-    """One store, engines with other weights, block sizes or settings: nobody finds another's, and the reason is told."""
+    """One store, engines with other weights or block sizes: nobody finds another's, and the reason is told."""
     text = prompt(96)
     prefill = engines()
     params = serve(prefill, text, kv_transfer_params=dict(PREFILL)).kv_transfer_params
@@ -211,13 +211,13 @@ def test_j6_a_tail_of_other_tokens_is_another(engines):
     prefill, decode = engines(), engines(extra={"handover_timeout": 0.02})
     text = prompt(40)
     handed_over(prefill, decode, text)
-    for other in (text + [0], text + [0] * 8, text[:-1], text[:-1] + [0], text[:33]):
+    for other in ([*text, 0], text + [0] * 8, text[:-1], [*text[:-1], 0], text[:33]):
         _, done = handed_over(engines(), decode, other)
         assert done.num_cached_tokens >= len(other) - 1
     engines.values.clear()
     alone = engines(extra={"handover_timeout": 0.02})
     handed_over(prefill, alone, text)
-    assert serve(alone, text[:-1] + [0], 4).num_external_tokens <= 32
+    assert serve(alone, [*text[:-1], 0], 4).num_external_tokens <= 32
 
 
 @pytest.fixture

@@ -64,7 +64,7 @@ class PagedCache:
         self._regions = tuple(regions)
         self.num_blocks = regions[0].num_blocks
         self.block_bytes = sum(region.nbytes for region in regions)
-        self.layout = _describe(self.layers)
+        self.layout = describe(self.layers)
         self._copier = copier
 
     @classmethod
@@ -218,7 +218,7 @@ def _copier(regions: Sequence[Region], devices: set[torch.device]) -> Copier:
     raise UnsupportedError(msg)
 
 
-def _describe(layers: Sequence[Layer]) -> str:
+def describe(layers: Sequence[Layer]) -> str:
     names = hashlib.sha256("\n".join(layer.name for layer in layers).encode()).hexdigest()[:16]
     kinds = ((len(list(same)), layout) for layout, same in groupby(layer.layout for layer in layers))
     return f"{len(layers)} layers (names {names}): " + "; ".join(f"{count} x {layout}" for count, layout in kinds)

@@ -17,6 +17,7 @@ from kvplug.log import get_logger
 from kvplug.memory_budget import check_memory, ranks_on_host
 from kvplug.metrics import ConnectorStats, MetricsMixin
 from kvplug.namespace import namespace_fingerprint, shard_id
+from kvplug.paged.facts import PeerFacts
 from kvplug.preemption import PreemptionMixin
 from kvplug.scheduled.metadata import SlabHandshake, StepMetadata, WorkerReport, merge_slabs
 from kvplug.scheduled.refusals import refuse_what_cannot_work
@@ -67,6 +68,9 @@ class ScheduledConnector(PreemptionMixin, MetricsMixin, KVConnectorBase_V1, Supp
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         parallel = vllm_config.parallel_config
+        own = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+        # Both halves number them, so both must come to the same.
+        peers = tuple(sizes for sizes in settings.peers if sizes != own) if settings.tiers else ()
         if role == KVConnectorRole.SCHEDULER:
             logger.info("kvplug: settings of %s: %s", name, settings.describe())
             if compat.load_failures_are_fatal(vllm_config):
@@ -82,6 +86,7 @@ class ScheduledConnector(PreemptionMixin, MetricsMixin, KVConnectorBase_V1, Supp
                 namespace=namespace_fingerprint(vllm_config, kv_cache_config, model_id=settings.model_id),
                 groups=groups,
                 num_ranks=parallel.world_size,
+                num_peers=len(peers),
                 drop_last_hit=speculative is not None and speculative.use_eagle(),
                 # Asynchronous scheduling plans a step while the one before it runs.
                 steps_in_flight=2 if getattr(vllm_config.scheduler_config, "async_scheduling", False) else 1,
@@ -98,6 +103,7 @@ class ScheduledConnector(PreemptionMixin, MetricsMixin, KVConnectorBase_V1, Supp
                 rank=parallel.rank,
                 zeroes_early=compat.overwrites_before_connectors(vllm_config, kv_cache_config),
                 name=name,
+                peers=PeerFacts.of(vllm_config, kv_cache_config, peers) if peers else None,
             )
 
     def _make_scheduler(self, settings: Any, **arguments: Any) -> SchedulerHalf:

@@ -19,6 +19,7 @@ def refuse_what_cannot_work(
     vllm_config: Any,
     role: Any,
     groups: Sequence[KVGroup],
+    *,
     settings: ScheduledSettings,
     name: str,
     roles: Sequence[str] = ("kv_both",),

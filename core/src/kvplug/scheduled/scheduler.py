@@ -9,13 +9,12 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvplug import compat
-from kvplug.provenance import Provenance
 from kvplug.request_keys import KeyMaker
 from kvplug.requests import BlockTables
-from kvplug.saves import SavePlanner
 from kvplug.scheduled.admission import Admission
 from kvplug.scheduled.lookups import Lookups, wants_all_computed
 from kvplug.scheduled.metadata import Load, Part, Save, SlabHandshake, StepMetadata, WorkerReport
+from kvplug.scheduled.saves import SaveFinder
 from kvplug.scheduled.tracked import Tracked
 from kvplug.scheduled.transfers import Transfers
 from kvplug.stats import Stats
@@ -41,6 +40,7 @@ class _Slots:
             num_slots=slab.num_slots,
             value_bytes=slab.value_bytes,
             num_ranks=scheduler.num_ranks,
+            num_peers=scheduler.num_peers,
         )
         self.transfers = Transfers(self.store, scheduler.num_ranks)
         self.lookups = Lookups(
@@ -66,11 +66,14 @@ class SchedulerHalf:
         num_ranks: Workers.
         drop_last_hit: See `kvplug.scheduled.hits.HitFinder`.
         steps_in_flight: Steps that may be scheduled before the first one's result is known.
+        num_peers: Kinds of engines with other parallel sizes whose blocks are found, too.
         num_blocks: Blocks in the paged cache, or None where vLLM itself sees to it that requests that are loading
             can't keep each other from starting.
 
     """
 
+    #: Whether saves go on to L2 in the workers at once. If not, that is the next step's, when all ranks have saved.
+    writes_at_once: ClassVar[bool] = False
     #: Whether prompts' ends are looked for that are stored in blocks that aren't full.
     tails: ClassVar[bool] = False
 
@@ -82,24 +85,22 @@ class SchedulerHalf:
         groups: Sequence[KVGroup],
         num_ranks: int,
         drop_last_hit: bool,
+        num_peers: int = 0,
         steps_in_flight: int = 1,
         num_blocks: int | None = None,
     ) -> None:
         self.settings = settings
         self.groups = tuple(groups)
         self.num_ranks = num_ranks
+        self.num_peers = num_peers
         self.drop_last_hit = drop_last_hit
         self.admission = Admission(groups, num_blocks)
         self.stats = Stats()
         self._asynchronous = not settings.layerwise
         self._keys = KeyMaker(namespace, groups)
-        self._planner = SavePlanner(groups)
-        self._provenance = Provenance(steps_in_flight)
         self._tables = BlockTables()
         self._tracked: dict[str, Tracked] = {}
-        # By request, tokens before which there is nothing to save. Hundreds of requests that decode are told apart by
-        # this alone: looking at each one would cost more than all else in a step.
-        self._save_from: dict[str, int] = {}
+        self._saves = SaveFinder(groups, self._tables, steps_in_flight, self._has_keys)
         self._slots: _Slots | None = None
         self._new_loads: list[Load] = []
         # Saves that read blocks which another connector may load to in the next step.
@@ -201,10 +202,10 @@ class SchedulerHalf:
         if tracked is None or tracked.request is not request:
             if tracked is not None:
                 self._forget(tracked)
-            tracked = Tracked(request, self._keys.start(request), self._planner.start())
+            tracked = Tracked(request, self._keys.start(request), self._saves.progress())
             self.prepare(tracked)
             self._tracked[request.request_id] = tracked
-            self._save_from[request.request_id] = 0
+            self._saves.track(tracked)
         return tracked
 
     def prepare(self, tracked: Tracked) -> None:
@@ -347,19 +348,17 @@ class SchedulerHalf:
                 if request_id not in starting or tracked is None:
                     continue
                 # vLLM's own hit may end within a block, of which a connector isn't told.
-                known = tracked.num_local_tokens + tracked.num_promised_tokens + self._planner.alignment
+                known = tracked.num_local_tokens + tracked.num_promised_tokens + self._saves.alignment
                 foreign.append((request_id, may_load and computed >= known))
-                tracked.progress = self._planner.start()
-                tracked.tail_saved = False
-                self._save_from[request_id] = 0
+                self._saves.restart(tracked)
                 tracked.num_promised_tokens = tracked.num_fetched_tokens = 0
                 self.admission.ended(request_id)
-        self._provenance.start_step(foreign)
+        self._saves.start_step(foreign)
 
     def _save(self, scheduler_output: Any, starting: set[str]) -> Save | None:
         """Reserve slots for the blocks that the step completes, of all requests, as far as they aren't stored."""
         assert self._slots is not None
-        completed, has_tails = self._completed(scheduler_output, starting)
+        completed, has_tails = self._saves.completed(scheduler_output, starting)
         if completed is None:
             return None
         parts: list[Part] = []
@@ -381,79 +380,12 @@ class SchedulerHalf:
         if not parts:
             return None
         save = Save(self._slots.transfers.start_save(block_ids, refs), tuple(parts))
-        if has_tails and self._planner.has_state:
+        if self.writes_at_once:
+            self.store.write_after(save.number, refs)
+        if has_tails and self._saves.has_state:
             # The next step may go on in the very block: later tokens go behind what is saved, but state is replaced.
             self._given_away.add(save.number)
         return save
-
-    def _completed(
-        self, scheduler_output: Any, starting: set[str]
-    ) -> tuple[list[tuple[list[bytes], list[int]]] | None, bool]:
-        """Return, by group, the keys and ids of the blocks that the step completes; None if there aren't any.
-
-        And whether there are prompts' ends among them, in blocks that aren't full.
-        """
-        drafts = scheduler_output.scheduled_spec_decode_tokens
-        completed: list[tuple[list[bytes], list[int]]] | None = None
-        has_tails = False
-        # The common case is a decode step that fills no block.
-        for request_id, computed, scheduled in compat.requests_that_reach(scheduler_output, self._save_from):
-            tracked = self._tracked[request_id]
-            # A token that isn't known yet (asynchronous scheduling) or isn't accepted yet (speculative decoding) isn't
-            # in the request's list, and nothing from its position on is usable.
-            known = min(computed + scheduled, len(tracked.request.all_token_ids))
-            tables = self._tables.get(request_id)
-            if known < self._save_from[request_id] or tables is None:
-                continue
-            if not self._provenance.may_save(request_id) or not self._has_keys(tracked):
-                continue
-            assert tracked.keys is not None
-            exact = known == computed + scheduled and request_id not in drafts
-            planned = self._planner.plan(tracked.progress, computed, known, exact=exact, starts=request_id in starting)
-            if completed is None:
-                completed = [([], []) for _ in self.groups]
-            for group, first, end in planned:
-                keys, blocks = tracked.keys.by_group[group][first:end], tables[group][first:end]
-                if 0 in blocks or len(keys) != len(blocks):
-                    pairs = [(key, block) for key, block in zip(keys, blocks, strict=False) if block != 0]
-                    keys, blocks = [key for key, _ in pairs], [block for _, block in pairs]
-                completed[group][0].extend(keys)
-                completed[group][1].extend(blocks)
-            if tracked.save_tail_at and not tracked.tail_saved and known >= tracked.save_tail_at:
-                has_tails = tracked.tail_saved = True
-                self._add_tail(tracked, tables, completed, exact=exact and known == tracked.save_tail_at)
-            following = tracked.progress.next_tokens
-            if tracked.save_tail_at and not tracked.tail_saved:
-                following = min(following, tracked.save_tail_at)
-            self._save_from[request_id] = following
-        return completed, has_tails
-
-    def _add_tail(
-        self,
-        tracked: Tracked,
-        tables: Sequence[list[int]],
-        completed: list[tuple[list[bytes], list[int]]],
-        *,
-        exact: bool,
-    ) -> None:
-        """Add the blocks in which a prompt ends, if they aren't full.
-
-        Args:
-            tracked: The request.
-            tables: Its block ids, by group.
-            completed: What to add to, by group: keys, and block ids.
-            exact: Whether the step ends with the prompt. If not, recurrent state is that of later tokens.
-
-        """
-        assert tracked.keys is not None
-        tail = tracked.keys.tail(tracked.request.all_token_ids, tracked.save_tail_at)
-        for group, key in zip(self.groups, tail.keys, strict=True):
-            position = (tail.tokens - 1) // group.block_size
-            table = tables[group.index]
-            if key is None or position >= len(table) or not table[position] or (group.kind == "state" and not exact):
-                continue
-            completed[group.index][0].append(key)
-            completed[group.index][1].append(table[position])
 
     def _written_blocks(self, scheduler_output: Any) -> Iterator[int]:
         """Yield the blocks that a step may write to and that weren't the same request's before."""
@@ -479,7 +411,7 @@ class SchedulerHalf:
         if tracked is None or tracked.request is not request:
             return None
         answer = self.answer(tracked)
-        del self._tracked[request.request_id], self._save_from[request.request_id]
+        del self._tracked[request.request_id]
         self._forget(tracked)
         return answer
 
@@ -489,7 +421,7 @@ class SchedulerHalf:
         return None
 
     def _forget(self, tracked: Tracked) -> None:
-        self._provenance.forget(tracked.request_id)
+        self._saves.forget(tracked.request_id)
         self.admission.ended(tracked.request_id)
         if self._slots is not None:
             self._slots.lookups.forget(tracked)
@@ -500,7 +432,7 @@ class SchedulerHalf:
         What requests compute that are running now is based on KV from before: it isn't stored until they start again.
         False if some request is being loaded with KV from before.
         """
-        self._provenance.reset(self._tracked)
+        self._saves.reset(self._tracked)
         if self._slots is None:
             return True
         for tracked in self._tracked.values():

@@ -31,6 +31,11 @@ class ScheduledSettings(StoreSettings):
         return False
 
     @property
+    def peers(self) -> tuple[tuple[int, int], ...]:
+        """Tensor- and pipeline-parallel sizes of engines whose blocks are found, too, one's own maybe among them."""
+        return ()
+
+    @property
     def slab_sized_by(self) -> tuple[str, int, bool]:
         """What decides the slots of a worker, for one model: whose they are, bytes of L1 per rank, whether there is L2.
 

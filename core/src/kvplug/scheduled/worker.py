@@ -22,10 +22,13 @@ from kvplug.store.directed import Executor
 from kvplug.store.l2.value import HEADER_BYTES
 from kvplug.store.memory import slots_within
 from kvplug.store.tiered.make import make_clients, start_clients
+from kvplug.store.tiered.peers import make_peers
 
 if TYPE_CHECKING:
     from kvplug.kv_groups import KVGroup
+    from kvplug.paged.facts import PeerFacts
     from kvplug.scheduled.settings import ScheduledSettings
+    from kvplug.store.l2.peers import PeerClient
 
 __all__ = ["WorkerHalf"]
 
@@ -47,6 +50,7 @@ class WorkerHalf:
         rank: This rank's number, for reports.
         zeroes_early: Whether the model runner overwrites blocks before it tells the connector of the step.
         name: The connector's name, for messages.
+        peers: What there is to know of engines with other parallel sizes whose blocks are to be found, too.
 
     """
 
@@ -60,9 +64,11 @@ class WorkerHalf:
         rank: int,
         zeroes_early: bool = False,
         name: str = "This connector",
+        peers: PeerFacts | None = None,
     ) -> None:
         self._settings = settings
         self._name = name
+        self._peers = peers
         self._groups = tuple(groups)
         self._num_blocks = num_blocks
         self._shard = shard
@@ -117,15 +123,30 @@ class WorkerHalf:
             num_slots, paged.slot_bytes, header_bytes=header_bytes, pin=on_device, background=on_device
         )
         sizes = ", ".join(str(group.block_size) for group in self._groups)
+        layout = f"{sizes} tokens; {paged.layout}"
         clients, keys = make_clients(
             self._settings,
             self.stats,
             slab,
             item_bytes=max(tensor.element_size() for tensor in kv_caches.values()),
             shard=self._shard,
-            layout=f"{sizes} tokens; {paged.layout}",
+            layout=layout,
         )
-        self._executor = Executor(clients, slab, keys, self._progress.notify)
+        peers: Sequence[PeerClient] = ()
+        if self._peers is not None:
+            peers, reasons = make_peers(
+                self._peers,
+                clients,
+                self.stats,
+                paged=paged,
+                kv_caches=kv_caches,
+                groups=self._groups,
+                layout=layout,
+                namespace=self._settings.l2_namespace,
+            )
+            for reason in reasons:
+                logger.warning("kvplug: %s", reason)
+        self._executor = Executor(clients, slab, keys, self._progress.notify, peers=peers)
         background = partial(Background, threaded=not on_device, notify=self._progress.notify)
         self._reading, self._writing = background(name="kvplug-load"), background(name="kvplug-save")
         if self._layerwise:
@@ -287,6 +308,8 @@ class WorkerHalf:
                     running.transfers.append(self._writer.start(self._gather(part)))
         except Exception as error:  # noqa: BLE001 - a failed save is a later miss, whatever it was
             running.error = error
+        assert self._executor is not None
+        self._executor.started(save.number, running.transfers, failed=running.error is not None)
 
     def _gather(self, part: Part) -> Callable[[], Transfer]:
         assert self._paged is not None

@@ -41,6 +41,8 @@ class PDReuseScheduler(SchedulerHalf):
     """
 
     tails: ClassVar[bool] = True
+    # A decode engine waits for what is stored.
+    writes_at_once: ClassVar[bool] = True
 
     def __init__(
         self, settings: PDReuseSettings, *, namespace: bytes, engine_id: str = "", tp_size: int = 1, **arguments: Any

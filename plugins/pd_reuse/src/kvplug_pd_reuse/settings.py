@@ -107,6 +107,11 @@ class PDReuseSettings(ScheduledSettings):
         "engines of one's own size: `tp4`, or `tp2pp2`. Several as a list, or with commas between them.",
     )
 
+    @property
+    def peers(self) -> tuple[tuple[int, int], ...]:
+        """The setting `peer_layouts`."""
+        return self.peer_layouts
+
     @field_validator("l2_write_policy")
     @classmethod
     def _writes_all(cls, value: str) -> str:

@@ -16,7 +16,7 @@ class Command:
     number: int
     #: The number of resets before it. A command from before a worker's last reset isn't carried out.
     epoch: int
-    #: Which of the tiers, in the order of the setting `l2`.
+    #: Which of the tiers, in the order of the setting `l2`; behind them, the same again for each kind of peer.
     tier: int
     #: `exists`; `get` into slots; `put` from slots; `spill`: put from slots that are overwritten in this step.
     kind: Literal["exists", "get", "put", "spill"]
@@ -26,3 +26,5 @@ class Command:
     slots: tuple[int, ...] = ()
     #: Whether somebody waits.
     urgent: bool = False
+    #: For `put`: the number of the save, of the same step, by which the slots get their contents.
+    after: int | None = None

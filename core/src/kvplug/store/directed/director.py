@@ -42,11 +42,13 @@ class Director:
     Args:
         tiers: The tiers' classes, in the order in which they are asked.
         num_ranks: Ranks that answer.
+        num_peers: Kinds of engines with other parallel sizes whose values are read. For each kind, `clients` has one
+            more for each tier, behind all that are this engine's own, as the workers' executors have.
 
     """
 
-    def __init__(self, tiers: Sequence[type[Tier]], num_ranks: int) -> None:
-        self.clients = [DirectedClient(self, number, tier) for number, tier in enumerate(tiers)]
+    def __init__(self, tiers: Sequence[type[Tier]], num_ranks: int, num_peers: int = 0) -> None:
+        self.clients = [DirectedClient(self, number, tier) for number, tier in enumerate([*tiers] * (1 + num_peers))]
         #: Names of tiers that some rank leaves alone because they fail.
         self.down: frozenset[str] = frozenset()
         self.epoch = 0
@@ -74,10 +76,11 @@ class Director:
         released: Released | None,
         *,
         urgent: bool,
+        after: int | None = None,
     ) -> DirectedOperation:
         """Keep a command for the next step."""
         number = next(self._numbers)
-        self._unsent[number] = Command(number, self.epoch, tier, kind, tuple(keys), tuple(slots), urgent)
+        self._unsent[number] = Command(number, self.epoch, tier, kind, tuple(keys), tuple(slots), urgent, after)
         self._pending[number] = _Pending(released, self._num_ranks, [True] * len(keys))
         return DirectedOperation(number, urgent)
 
@@ -159,10 +162,10 @@ class DirectedClient:
         return self._director.submit(self._number, "get", keys, slots, released, urgent=urgent)
 
     def put(
-        self, keys: Sequence[bytes], slots: Sequence[int], *, released: Released | None = None
+        self, keys: Sequence[bytes], slots: Sequence[int], *, released: Released | None = None, after: int | None = None
     ) -> DirectedOperation:
-        """Write the blocks in slots."""
-        return self._director.submit(self._number, "put", keys, slots, released, urgent=False)
+        """Write the blocks in slots: at once, or when a save of the same step has filled them."""
+        return self._director.submit(self._number, "put", keys, slots, released, urgent=False, after=after)
 
     def put_values(
         self, keys: Sequence[bytes], slots: Sequence[int], *, released: Released | None = None

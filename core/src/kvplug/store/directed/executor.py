@@ -12,9 +12,11 @@ from kvplug.store.tiered.gauges import L2Gauges
 from kvplug.store.tiered.writer import Copies
 
 if TYPE_CHECKING:
+    from kvplug.paged import Transfer
     from kvplug.store.directed.commands import Command
     from kvplug.store.l2.client import L2Client
     from kvplug.store.l2.keys import StorageKeys
+    from kvplug.store.l2.peers import PeerClient
     from kvplug.store.slab import Slab
 
 __all__ = ["Executor"]
@@ -30,17 +32,30 @@ class Executor:
         slab: This worker's memory.
         keys: What blocks are called in the tiers.
         notify: Called, on any thread, when there is an answer.
+        peers: Read what engines with other parallel sizes have stored: for each kind of engine one for each tier, as
+            `make_peers` returns them.
 
     """
 
     def __init__(
-        self, clients: Sequence[L2Client], slab: Slab, keys: StorageKeys, notify: Callable[[], None] = lambda: None
+        self,
+        clients: Sequence[L2Client],
+        slab: Slab,
+        keys: StorageKeys,
+        notify: Callable[[], None] = lambda: None,
+        *,
+        peers: Sequence[PeerClient] = (),
     ) -> None:
         self._clients = list(clients)
+        # What can be looked up and read, by the number that commands have: peers are neither written to nor closed.
+        self._readable: list[L2Client | PeerClient] = [*clients, *peers]
+        self._peers = list(peers)
         self._slab = slab
         self._keys = keys
         self._notify = notify
         self._copies = Copies(slab)
+        # What waits for saves of this step to start.
+        self._waiting: dict[int, list[tuple[Command, Callable[[list[bool] | None], None]]]] = {}
         self._epoch = 0
         self._answers: deque[tuple[int, Sequence[bool]]] = deque()
         self._down: frozenset[str] | None = None
@@ -57,6 +72,8 @@ class Executor:
         if epoch != self._epoch:
             self._epoch = epoch
             self._keys.renew()
+            for peer in self._peers:
+                peer.leave()
         for command in commands:
             nothing = [False] * len(command.keys)
             if command.epoch != epoch:  # what it is about was forgotten since
@@ -69,15 +86,17 @@ class Executor:
                 self._answer(command.number, nothing)
 
     def _start(self, command: Command, released: Callable[[list[bool] | None], None]) -> None:
-        client = self._clients[command.tier]
         match command.kind:
             case "exists":
-                client.exists(command.keys, urgent=command.urgent, released=released)
+                self._readable[command.tier].exists(command.keys, urgent=command.urgent, released=released)
             case "get":
-                client.get(command.keys, command.slots, urgent=command.urgent, released=released)
+                self._readable[command.tier].get(command.keys, command.slots, urgent=command.urgent, released=released)
+            case "put" if command.after is not None:
+                self._waiting.setdefault(command.after, []).append((command, released))
             case "put":
-                client.put(command.keys, command.slots, released=released)
+                self._clients[command.tier].put(command.keys, command.slots, released=released)
             case "spill":
+                client = self._clients[command.tier]
                 copies = [self._copies.take(slot) for slot in command.slots]
 
                 def written(kept: list[bool] | None) -> None:
@@ -86,6 +105,31 @@ class Executor:
                     released(kept)
 
                 client.put_values(command.keys, copies, released=written)
+
+    def started(self, save: int, transfers: Sequence[Transfer], *, failed: bool) -> None:
+        """Make the calls that wait for a save: they write when it has ended, and don't if it has failed.
+
+        Args:
+            save: Its number.
+            transfers: What it consists of.
+            failed: Whether it has failed already.
+
+        """
+        copies = tuple(transfers)
+
+        def wait() -> None:
+            for copy in copies:
+                copy.wait()
+
+        for command, released in self._waiting.pop(save, ()):
+            if failed:
+                released(None)
+                continue
+            try:
+                self._clients[command.tier].put(command.keys, command.slots, released=released, after=wait)
+            except Exception as error:  # noqa: BLE001 - a call that can't be made is a miss
+                _limited.warning(command.kind, "An L2 call couldn't be made: %r", error)
+                released(None)
 
     def _released(self, number: int, nothing: list[bool], answer: list[bool] | None) -> None:
         self._answer(number, nothing if answer is None else answer)

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["DirectedStore"]
 
-#: As for a worker's own store: writes, and prefetches, keep at most a quarter of the slots each.
-_SHARE = 4
-
 
 class _SlotNumbers:
     """Stands in for copies of evicted blocks: the workers make those, of the slots with these numbers."""
@@ -44,25 +41,34 @@ class DirectedStore:
         num_slots: Slots in every worker's slab.
         value_bytes: Bytes of a slot, its header included.
         num_ranks: Workers.
+        num_peers: Kinds of engines with other parallel sizes whose values in L2 are read, too, where there are none of
+            this engine's own. The workers must have been told of as many (`kvplug.store.tiered.peers`).
 
     """
 
     def __init__(
-        self, settings: StoreSettings, stats: Stats, *, num_slots: int, value_bytes: int, num_ranks: int
+        self,
+        settings: StoreSettings,
+        stats: Stats,
+        *,
+        num_slots: int,
+        value_bytes: int,
+        num_ranks: int,
+        num_peers: int = 0,
     ) -> None:
         self.allocator = Allocator(num_slots, make_policy(settings.l1_eviction_policy, num_slots))
-        self._director = Director(settings.tiers, num_ranks)
+        self._director = Director(settings.tiers, num_ranks, num_peers)
         self._max_age = settings.l2_timeout
         # A worker's memory as far as loader and writer look at it.
         memory: Any = SimpleNamespace(
             allocator=self.allocator, slab=SimpleNamespace(header_bytes=0, slot_bytes=value_bytes)
         )
         clients: Any = self._director.clients
-        share = num_slots * value_bytes // _SHARE
+        share = num_slots * value_bytes // settings.l2_share
         evicted = settings.l2_write_policy == "evicted"
         self._writer = Writer(
             memory,
-            clients,
+            clients[: len(settings.tiers)],
             stats,
             policy=settings.l2_write_policy,
             min_hits=settings.l2_write_min_hits,
@@ -96,9 +102,17 @@ class DirectedStore:
         """Let blocks be found that all ranks have written, and return how many can be found now."""
         return self._writer.publish(refs)
 
+    def write_after(self, save: int, refs: Sequence[SlotRef]) -> None:
+        """Let workers write reserved slots to L2 as soon as a save has filled them, as `Writer.write_after` does."""
+        self._writer.write_after(save, refs)
+
     def abandon(self, refs: Sequence[SlotRef]) -> None:
         """Give back slots that were reserved and not written."""
         self.allocator.abandon(refs)
+
+    def assure(self, keys: Sequence[bytes]) -> None:
+        """Let tiers have those blocks of L1 again that they have lost, as `Writer.assure` does."""
+        self._writer.assure(keys)
 
     # -- L2 ------------------------------------------------------------------------------------------------------
 

@@ -69,8 +69,8 @@ class L2Client(Listener):
         self.name = tier.name
         self.blocks = blocks
         self._exchange = Exchange(tier, blocks, stats)
-        self._timeout = timeout
-        self._lookup_timeout = lookup_timeout
+        self.timeout = timeout
+        self.lookup_timeout = lookup_timeout
         self._calls = Calls(f"kvplug-{tier.name}", max(1, tier.max_calls), self)
         self.health = Health(
             tier,
@@ -138,7 +138,7 @@ class L2Client(Listener):
         """
         names = [self.blocks.name(key) for key in keys]
         call = partial(self._exchange.exists, names)
-        return self._submit(call, [False] * len(names), self._lookup_timeout, urgent=urgent, released=released)
+        return self.submit(call, [False] * len(names), self.lookup_timeout, urgent=urgent, released=released)
 
     def get(
         self,
@@ -163,10 +163,15 @@ class L2Client(Listener):
         names = [self.blocks.name(key) for key in keys]
         views = [self.blocks.view(slot) for slot in slots]
         call = partial(self._exchange.get, names, views)
-        return self._submit(call, [False] * len(names), self._timeout, urgent=urgent, released=released)
+        return self.submit(call, [False] * len(names), self.timeout, urgent=urgent, released=released)
 
     def put(
-        self, keys: Sequence[bytes], slots: Sequence[int], *, released: Released[list[bool]] | None = None
+        self,
+        keys: Sequence[bytes],
+        slots: Sequence[int],
+        *,
+        released: Released[list[bool]] | None = None,
+        after: Callable[[], None] | None = None,
     ) -> Operation[list[bool]]:
         """Write the blocks in slots.
 
@@ -174,16 +179,23 @@ class L2Client(Listener):
             keys: Block keys.
             slots: As many slots, which nobody changes until the operation is released.
             released: See `Operation`.
+            after: Waits until the blocks are there; called on one of the tier's threads. If it raises, nothing is
+                written.
 
         Returns:
             For each key whether the tier has it now.
 
         """
         views = [self.blocks.view(slot) for slot in slots]
-        return self.put_values(keys, views, released=released)
+        return self.put_values(keys, views, released=released, after=after)
 
     def put_values(
-        self, keys: Sequence[bytes], views: Sequence[memoryview], *, released: Released[list[bool]] | None = None
+        self,
+        keys: Sequence[bytes],
+        views: Sequence[memoryview],
+        *,
+        released: Released[list[bool]] | None = None,
+        after: Callable[[], None] | None = None,
     ) -> Operation[list[bool]]:
         """Write blocks that are in other memory: each with as many bytes before it as a header has.
 
@@ -191,23 +203,32 @@ class L2Client(Listener):
             keys: Block keys.
             views: The memory, which nobody changes until the operation is released. Headers are written into it.
             released: See `Operation`.
+            after: As in `put`.
 
         Returns:
             As `put`.
 
         """
         names = [self.blocks.name(key) for key in keys]
-        call = partial(self._exchange.put, names, views)
-        return self._submit(call, [False] * len(names), self._timeout, urgent=False, released=released)
+
+        def call(timeout: float) -> list[bool]:
+            if after is not None:
+                try:
+                    after()
+                except Exception:  # noqa: BLE001 - whoever makes the blocks tells of it
+                    return [False] * len(names)
+            return self._exchange.put(names, views, timeout)
+
+        return self.submit(call, [False] * len(names), self.timeout, urgent=False, released=released)
 
     def delete(self, keys: Sequence[bytes]) -> Operation[None]:
         """Remove blocks."""
         names = [self.blocks.name(key) for key in keys]
-        return self._submit(lambda timeout: self.tier.delete(names, timeout), None, self._timeout, urgent=False)
+        return self.submit(lambda timeout: self.tier.delete(names, timeout), None, self.timeout, urgent=False)
 
     def usage(self, released: Released[Usage] | None = None) -> Operation[Usage]:
         """Ask what the tier holds."""
-        return self._submit(self.tier.usage, Usage(), self._lookup_timeout, urgent=False, released=released)
+        return self.submit(self.tier.usage, Usage(), self.lookup_timeout, urgent=False, released=released)
 
     def cancel(self, operations: Sequence[Operation[list[bool]]]) -> None:
         """Drop operations whose calls haven't begun."""
@@ -217,7 +238,7 @@ class L2Client(Listener):
         """Let an operation go first: somebody waits for it now."""
         self._calls.hasten(operation)
 
-    def _submit(
+    def submit(
         self,
         call: Callable[[float], T],
         otherwise: T,
@@ -226,6 +247,16 @@ class L2Client(Listener):
         urgent: bool,
         released: Released[T] | None = None,
     ) -> Operation[T]:
+        """Make a call on the tier's threads, or none while the tier is left alone.
+
+        Args:
+            call: The call, which is given the seconds that it may take.
+            otherwise: What it comes to if it isn't made, or fails.
+            timeout: Seconds that it may take.
+            urgent: Whether somebody waits.
+            released: See `Operation`.
+
+        """
         patience = timeout if urgent else _PATIENCE
         operation = Operation(
             call, otherwise=otherwise, timeout=timeout, patience=patience, urgent=urgent, released=released

@@ -109,7 +109,8 @@ class Loader:
 
     Args:
         memory: L1.
-        clients: The tiers, the one to ask first first.
+        clients: The tiers, the one to ask first first. Behind those that the writer has, there may be others that read
+            what other engines have stored: for each kind of engine one for each tier, in the same order.
         writer: Gives out slots.
         stats: Counts what happens.
         prefetch_bytes: Bytes that may be on their way for requests that nobody waits for yet.

@@ -45,6 +45,10 @@ class SlotNotes:
         """Say whether the notes are about this life of the slot."""
         return self._keys[slot] is not None and self._generation[slot] == generation
 
+    def key(self, slot: int, generation: int) -> bytes | None:
+        """Return the key that the slot is given to; None if the slot isn't its any more."""
+        return self._keys[slot] if self.holds(slot, generation) else None
+
     def before(self, slot: int, generation: int) -> bytes | None:
         """Return the key of the whole block that the slot held right before, and holds still if nobody wrote to it."""
         if self._complete[slot] and self._generation[slot] == generation - 1:

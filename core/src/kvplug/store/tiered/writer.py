@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
@@ -112,6 +113,9 @@ class Writer:
         self._lock = threading.RLock()
         self._notes = SlotNotes(memory.allocator.capacity)
         self._in_flight = [0] * len(clients)
+        # Blocks that are written before they are published: how many tiers haven't ended, and pins from then on.
+        self._early: dict[SlotRef, int] = {}
+        self._held: dict[SlotRef, Sequence[SlotRef]] = {}
 
     def reserve(self, keys: Sequence[bytes]) -> list[SlotRef | None]:
         """Reserve slots as `Allocator.reserve` does. What is evicted for them goes to L2 first, if the policy says so.
@@ -137,7 +141,9 @@ class Writer:
 
         Args:
             refs: The slots, which `reserve` gave.
-            found_in: Position of the tier that the blocks came from. Those after it are taken to have them, too.
+            found_in: Position of the client that the blocks came from. Its tier, and those after it, are taken to have
+                them, too. Behind the tiers' own clients, in the same order, come those that read what other engines
+                have stored: a tier that has a block under another engine's name needs no second copy.
 
         Returns:
             How many can be found now.
@@ -150,13 +156,35 @@ class Writer:
             whole = []
             for ref in refs:
                 key = self._notes.complete(*ref)
+                if key is not None and self._early.get(ref, 0):
+                    # Nothing else has happened since it was published, so it's still there to be pinned.
+                    self._held[ref] = self._allocator.pin_prefix([key], used=False)
                 if key is not None:
                     if found_in is not None:
-                        self._notes.stored[ref.slot] |= self._all & -(1 << found_in)
+                        self._notes.stored[ref.slot] |= self._all & -(1 << found_in % len(self._clients))
                     whole.append(key)
             if self._min_hits == 0:
                 self._write(whole)
         return published
+
+    def write_after(self, save: int, refs: Sequence[SlotRef]) -> None:
+        """Write blocks to the tiers as soon as they are in their slots, if the policy is to write all.
+
+        What finds no room is left to `publish`.
+
+        Args:
+            save: What fills the slots. Clients know it.
+            refs: Slots that `reserve` gave, and that aren't published yet.
+
+        """
+        if self._min_hits != 0:
+            return
+        with self._lock:
+            for number, client in enumerate(self._clients):
+                room = self._free(number, client)
+                pairs = [(key, ref) for ref in refs[:room] if (key := self._notes.key(*ref)) is not None]
+                for batch in batches(pairs, self._value_bytes, client.tier.max_calls):
+                    self._put(number, client, batch, after=save)
 
     def used(self, keys: Sequence[bytes], refs: Sequence[SlotRef]) -> None:
         """Note that blocks were used, while they are pinned."""
@@ -168,6 +196,34 @@ class Writer:
                 if self._notes.holds(*ref) and self._notes.hit(ref.slot) >= self._min_hits:
                     wanted.append(key)
             self._write(wanted)
+
+    def assure(self, keys: Sequence[bytes]) -> None:
+        """Write those blocks of L1 again that a tier doesn't have any more although it had them.
+
+        For blocks that somebody else is about to want from there.
+
+        Args:
+            keys: Block keys. Those that aren't in L1 are left alone.
+
+        """
+        for number, client in enumerate(self._clients):
+            with self._lock:
+                refs = {key: ref for key in keys for ref in self._allocator.pin_prefix([key], used=False)}
+                self._allocator.unpin(list(refs.values()))
+                asked = [key for key, ref in refs.items() if self._notes.stored[ref.slot] & (1 << number)]
+            if asked:
+                released = partial(self._found, number, asked, [refs[key] for key in asked])
+                client.exists(asked, urgent=False, released=released)
+
+    def _found(self, number: int, keys: Sequence[bytes], refs: Sequence[SlotRef], found: list[bool] | None) -> None:
+        if found is None:
+            return
+        with self._lock:
+            lost = [pair for pair, there in zip(zip(keys, refs, strict=True), found, strict=True) if not there]
+            for _, ref in lost:
+                if self._notes.holds(*ref):
+                    self._notes.stored[ref.slot] &= ~(1 << number)
+            self._write([key for key, _ in lost])
 
     def clear(self) -> bool:
         """Empty L1, and leave behind what is in L2. Returns whether all slots are free now."""
@@ -200,17 +256,26 @@ class Writer:
         """Return how many of so many blocks may be written to a tier now. The rest is counted."""
         if not wanted:
             return 0
-        room = 0
-        if client.health.works():
-            room = max(0, self._max_bytes - self._in_flight[number]) // self._value_bytes
+        room = self._free(number, client)
         if room < wanted:
             self._stats.add(f"l2_writes_dropped:{client.name}", wanted - room)
         return min(room, wanted)
 
-    def _put(self, number: int, client: L2Client, batch: Sequence[tuple[bytes, SlotRef]]) -> None:
+    def _free(self, number: int, client: L2Client) -> int:
+        """Return how many more blocks may be on their way to a tier."""
+        if not client.health.works():
+            return 0
+        return int(max(0, self._max_bytes - self._in_flight[number]) // self._value_bytes)
+
+    def _put(
+        self, number: int, client: L2Client, batch: Sequence[tuple[bytes, SlotRef]], *, after: int | None = None
+    ) -> None:
+        """Write blocks. They are pinned, or are reserved until `after` has filled them, and get pinned then."""
         keys, refs = zip(*batch, strict=True)
         for ref in refs:
             self._notes.pending[ref.slot] |= 1 << number
+            if after is not None:
+                self._early[ref] = self._early.get(ref, 0) + 1
         self._in_flight[number] += len(refs) * self._value_bytes
 
         def released(kept: list[bool] | None) -> None:
@@ -220,13 +285,24 @@ class Writer:
                     if self._notes.holds(*ref):
                         self._notes.pending[ref.slot] &= ~(1 << number)
                         self._notes.stored[ref.slot] |= there << number
-                self._allocator.unpin(refs)
+                    if after is not None:
+                        self._one_less(ref)
+                if after is None:
+                    self._allocator.unpin(refs)
 
+        options = {} if after is None else {"after": after}
         try:
-            client.put(keys, [ref.slot for ref in refs], released=released)
+            client.put(keys, [ref.slot for ref in refs], released=released, **options)  # type: ignore[arg-type]
         except BaseException:
             released(None)
             raise
+
+    def _one_less(self, ref: SlotRef) -> None:
+        """Take in that one of the tiers has ended with a block that is written early."""
+        self._early[ref] -= 1
+        if not self._early[ref]:
+            del self._early[ref]
+            self._allocator.unpin(self._held.pop(ref, ()))
 
     def _spill(self, evicted: Iterable[tuple[int, bytes, int]]) -> None:
         """Copy blocks that were just evicted, and write the copies: their slots have new owners."""
