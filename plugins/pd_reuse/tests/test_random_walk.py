@@ -152,7 +152,7 @@ def assert_noticed(kind, monkeypatch, **options):
     for seed in range(1, 13):
         try:
             walk(kind, monkeypatch, seed=seed, steps=300, faults=Faults(seed, tier_errors=0), **options)
-        except (SimulationError, AssertionError, ValueError):
+        except (SimulationError, AssertionError, ValueError):  # noqa: PERF203
             return
     pytest.fail("the fault wasn't noticed")
 

@@ -67,6 +67,11 @@ class PagedCache:
         self.layout = describe(self.layers)
         self._copier = copier
 
+    @property
+    def device(self) -> torch.device:
+        """Where the paged cache is."""
+        return self._regions[0].storage.device
+
     @classmethod
     def from_kv_caches(
         cls,

@@ -95,7 +95,7 @@ class ScheduledConnector(PreemptionMixin, MetricsMixin, KVConnectorBase_V1, Supp
         else:
             # Workers come first, so this is where a size that can't be had is refused.
             check_memory(settings.l1_size_per_rank, ranks_on_host(parallel), what="L1")
-            self._worker = WorkerHalf(
+            self._worker = self._make_worker(
                 settings,
                 groups=groups,
                 num_blocks=kv_cache_config.num_blocks,
@@ -109,6 +109,10 @@ class ScheduledConnector(PreemptionMixin, MetricsMixin, KVConnectorBase_V1, Supp
     def _make_scheduler(self, settings: Any, **arguments: Any) -> SchedulerHalf:
         """Return the scheduler half."""
         return SchedulerHalf(settings, **arguments)
+
+    def _make_worker(self, settings: Any, **arguments: Any) -> WorkerHalf:
+        """Return a worker half."""
+        return WorkerHalf(settings, **arguments)
 
     @property
     def requires_kv_delivery(self) -> bool:

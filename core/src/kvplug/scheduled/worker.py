@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvplug.kv_groups import KVGroup
     from kvplug.paged.facts import PeerFacts
     from kvplug.scheduled.settings import ScheduledSettings
+    from kvplug.store.l2.client import L2Client
     from kvplug.store.l2.peers import PeerClient
 
 __all__ = ["WorkerHalf"]
@@ -94,6 +95,7 @@ class WorkerHalf:
         self._failed: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._told_slab = False
+        self._min_reuse_tokens = 0
         self._reported: dict[str, float] = {}
         self.stats = Stats()
 
@@ -156,6 +158,7 @@ class WorkerHalf:
         except BaseException:
             self.close()
             raise
+        self._min_reuse_tokens = self.measure(clients)
         logger.info(
             "kvplug: L1 holds %d blocks of %d bytes (%.2f GiB) in this rank",
             num_slots,
@@ -163,12 +166,25 @@ class WorkerHalf:
             slab.nbytes / 2**30,
         )
 
+    def measure(self, clients: Sequence[L2Client]) -> int:
+        """Return the number of tokens from which on it is worth to load any; 0 for no limit. For subclasses.
+
+        Args:
+            clients: The L2 tiers. The slab is used by nobody yet.
+
+        """
+        del clients
+        return 0
+
     def slab(self) -> SlabHandshake | None:
         """Say what the scheduler half must know of this rank's slab; None before there is one."""
         if self._slab is None:
             return None
         return SlabHandshake(
-            self._slab.num_slots, self._slab.header_bytes + self._slab.slot_bytes, self._settings.slab_sized_by
+            self._slab.num_slots,
+            self._slab.header_bytes + self._slab.slot_bytes,
+            self._settings.slab_sized_by,
+            self._min_reuse_tokens,
         )
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kvplug.scheduled.connector import ScheduledConnector
 from kvplug_pd_reuse.scheduler import PDReuseScheduler
 from kvplug_pd_reuse.settings import PDReuseSettings
+from kvplug_pd_reuse.worker import PDReuseWorker
 
 if TYPE_CHECKING:
     from kvplug.scheduled.settings import ScheduledSettings
@@ -32,6 +33,11 @@ class PDReuseConnector(ScheduledConnector):
             engine_id=str(config.kv_transfer_config.engine_id or ""),
             tp_size=config.parallel_config.tensor_parallel_size,
             **arguments,
+        )
+
+    def _make_worker(self, settings: Any, **arguments: Any) -> PDReuseWorker:
+        return PDReuseWorker(
+            settings, vllm_config=None if settings.min_reuse_tokens else self._vllm_config, **arguments
         )
 
     def on_new_request(self, request: Any) -> None:
