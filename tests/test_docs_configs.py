@@ -51,7 +51,7 @@ def make_connectors(*, model, samples):
     load_general_plugins()
     importlib.import_module("vllm.v1.worker.gpu_model_runner")  # where the hook has to be live
     # A page may show a size that this machine doesn't have.
-    for connector in ("kvplug_type1.connector", "kvplug_type2.connector"):
+    for connector in ("kvplug_type1.connector", "kvplug.scheduled.connector"):
         importlib.import_module(connector).check_memory = lambda *_args, **_kwargs: None
     sys.path.append(str(ROOT / "examples" / "hostcache" / "src"))
     KVConnectorFactory.register_connector("HostCacheConnector", "hostcache.connector", "HostCacheConnector")

@@ -229,3 +229,111 @@ def test_whether_reports_reach_the_scheduler(active_connector, monkeypatch):
 def test_the_installed_vllm_passes_reports_on():
     """The control: with vLLM's own second runner, the one that is installed."""
     assert compat.reports_to_scheduler(runner_class("v2", "pass"))
+
+
+# -- Requests that go from engine to engine ----------------------------------------------------------------------------
+
+
+def vllm_request(tokens=(5, 6, 7, 8), *, features=(), embeds=None, max_tokens=1, pooling=None, **sampling):
+    """Make vLLM's own Request."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request
+
+    items = [
+        SimpleNamespace(mm_position=SimpleNamespace(offset=offset, length=length), identifier="x")
+        for offset, length in features
+    ]
+    return Request(
+        "a",
+        None if tokens is None else list(tokens),
+        None if pooling else SamplingParams(max_tokens=max_tokens, **sampling),
+        pooling,
+        mm_features=items or None,
+        prompt_embeds=embeds,
+    )
+
+
+@pytest.mark.parametrize(
+    ("status", "ended"),
+    [
+        ("FINISHED_STOPPED", True),
+        ("FINISHED_LENGTH_CAPPED", True),
+        ("FINISHED_ABORTED", False),
+        ("FINISHED_IGNORED", False),
+        ("FINISHED_ERROR", False),
+        ("RUNNING", False),
+        ("WAITING", False),
+        ("PREEMPTED", False),
+    ],
+)
+def test_j4_which_requests_have_an_answer(status, ended):
+    """J4: those that ended by their length or a stop; not ones that were aborted, refused, or failed."""
+    from vllm.v1.request import RequestStatus
+
+    one = vllm_request()
+    one.status = getattr(RequestStatus, status)
+    assert compat.has_answer(one) is ended
+
+
+def test_a_prompts_last_token_is_dropped():
+    """VLLM's own request ends a token earlier in all that it says of itself, and goes on from there."""
+    one = vllm_request()
+    assert compat.drop_last_prompt_token(one)
+    assert (one.prompt_token_ids, list(one.all_token_ids), one.num_prompt_tokens) == ([5, 6, 7], [5, 6, 7], 3)
+    assert (one.num_tokens, one.num_output_tokens) == (3, 0)
+    one.append_output_token_ids(9)
+    assert (list(one.all_token_ids), one.num_tokens, one.num_output_tokens) == ([5, 6, 7, 9], 4, 1)
+
+
+def test_of_two_tokens_one_is_left():
+    """And of that one nothing can be dropped."""
+    one = vllm_request([5, 6])
+    assert compat.drop_last_prompt_token(one)
+    assert not compat.drop_last_prompt_token(one)
+    assert (one.prompt_token_ids, list(one.all_token_ids), one.num_prompt_tokens) == ([5], [5], 1)
+
+
+def embeds(length):
+    import torch
+
+    return torch.zeros(length, 8)
+
+
+def pooling_params():
+    from vllm import PoolingParams
+
+    return PoolingParams()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tokens": [5]},
+        {"max_tokens": 2},
+        {"prompt_logprobs": 0},
+        {"prompt_logprobs": 1},
+        {"features": [(3, 1)]},
+        {"features": [(0, 2), (1, 3)]},
+        {"features": [(0, 4), (1, 1)]},  # the longer one ends last
+        {"tokens": None, "embeds": 4},
+        {"tokens": [5, 6, 7, 8], "embeds": 4},
+        {"pooling": True},
+    ],
+)
+def test_a_prompt_whose_last_token_somebody_sees_is_left_alone(fields):
+    """One token, more to generate, log-probabilities, an image at the end, embeddings, pooling: nothing is changed."""
+    if fields.get("pooling"):
+        fields = {"pooling": pooling_params()}
+    if fields.get("embeds"):
+        fields = fields | {"embeds": embeds(fields["embeds"])}
+    one = vllm_request(**fields)
+    before = (one.prompt_token_ids and list(one.prompt_token_ids), list(one.all_token_ids), one.num_prompt_tokens)
+    assert not compat.drop_last_prompt_token(one)
+    assert (one.prompt_token_ids, list(one.all_token_ids), one.num_prompt_tokens) == before
+
+
+def test_an_image_before_the_last_token_doesnt_matter():
+    """It stays whole."""
+    one = vllm_request(features=[(0, 3)])
+    assert compat.drop_last_prompt_token(one)
+    assert one.num_prompt_tokens == 3

@@ -9,7 +9,7 @@ import pytest
 from kvplug.identity import RequestIdentity
 from kvplug.keys import KeyChain
 from kvplug.kv_groups import KVGroup
-from kvplug.request_keys import KeyMaker, RequestKeys
+from kvplug.request_keys import KeyMaker, RequestKeys, Tail
 
 NAMESPACE = b"n" * 32
 
@@ -89,3 +89,63 @@ def test_tokens_that_are_none_end_it(caplog):
     maker = KeyMaker(NAMESPACE, groups(4))
     odd = request([1, 2, 3, -1])
     assert not maker.extend(maker.start(odd), odd)
+
+
+# -- Tails -------------------------------------------------------------------------------------------------------------
+
+
+def tails_of(sizes, tokens, stop, **fields):
+    maker = KeyMaker(NAMESPACE, groups(*sizes))
+    one = request(tokens, **fields)
+    keys = maker.start(one)
+    assert maker.extend(keys, one)
+    return keys.tail(one.all_token_ids, stop)
+
+
+def test_one_groups_tail_is_the_chains():
+    """With one group the key is what `KeyChain` makes, without a suffix; None where a block ends."""
+    tokens = list(range(10))
+    chain = KeyChain(NAMESPACE, 4, RequestIdentity())
+    chain.extend(tokens)
+    assert tails_of([4], tokens, 10) == Tail(10, (chain.tail(tokens, 10),))
+    assert tails_of([4], tokens, 8) == Tail(8, (None,))
+
+
+def test_several_groups_tails_end_with_their_number():
+    """A group whose block is full at that place has no key there; equal blocks of two groups have two keys."""
+    tokens = list(range(20))
+    tail = tails_of([4, 4, 8, 16], tokens, 12)
+    assert tail.tokens == 12
+    one, two, third, fourth = tail.keys
+    assert (one, two) == (None, None)
+    assert (third[-1], fourth[-1]) == (2, 3)
+    assert (len(third), len(fourth)) == (33, 33)
+    one, two, third, fourth = tails_of([4, 4, 8, 16], tokens, 14).keys
+    assert one[:-1] == two[:-1]
+    assert (one[-1], two[-1]) == (0, 1)
+    assert len({key[:-1] for key in (one, third, fourth)}) == 3
+
+
+@pytest.mark.parametrize("sizes", [[4], [4, 4], [4, 8, 16]])
+def test_a_tail_is_no_block_of_any_group(sizes):
+    """No tail of a request is a key of one of its blocks, or another tail."""
+    tokens = [7] * 40
+    blocks = {key for of_group in keys_of(sizes, tokens) for key in of_group}
+    tails = [key for stop in range(41) for key in tails_of(sizes, tokens, stop).keys if key is not None]
+    assert len(set(tails)) == len(tails)
+    assert not blocks & set(tails)
+
+
+@pytest.mark.parametrize("sizes", [[4], [4, 8]])
+def test_a_tail_is_a_later_requests_too(sizes):
+    """A prompt's end, and the same tokens at the beginning of a longer one, have the same tail; with a salt, another."""
+    assert tails_of(sizes, range(10), 10) == tails_of(sizes, range(31), 10)
+    assert not set(tails_of(sizes, range(10), 10).keys) & set(tails_of(sizes, range(10), 10, cache_salt="x").keys)
+
+
+def test_a_tail_beyond_the_keys_is_refused():
+    """Keys must have been extended as far, in every group."""
+    keys = RequestKeys(NAMESPACE, groups(4, 8), RequestIdentity())
+    keys.extend(list(range(6)))
+    with pytest.raises(ValueError, match="are asked for"):
+        keys.tail(list(range(20)), 19)

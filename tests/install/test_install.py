@@ -54,10 +54,27 @@ def fresh_type2(tmp_path_factory, wheels):
     return _environment("kvplug-type2", tmp_path_factory, wheels)
 
 
-@pytest.fixture(params=["Type1", "Type2"])
+@pytest.fixture(scope="module")
+def fresh_pd_reuse(tmp_path_factory, wheels):
+    """Return an environment into which only kvplug-pd-reuse was installed by name, without its extra."""
+    environment = _environment("kvplug-pd-reuse", tmp_path_factory, wheels)
+    for link in (environment.folder / "engine").glob("vllm_router*"):
+        link.unlink()  # the tests' own environment has it
+    return environment
+
+
+#: By the beginning of a connector's name: its distribution, the connector's other name, and the environment's fixture.
+CONNECTORS = {
+    "Type1": ("kvplug-type1", "AIBrixOffloadingConnectorV1Type1", "fresh"),
+    "Type2": ("kvplug-type2", "AIBrixOffloadingConnectorV1Type2", "fresh_type2"),
+    "PDReuse": ("kvplug-pd-reuse", "AIBrixPDReuseConnector", "fresh_pd_reuse"),
+}
+
+
+@pytest.fixture(params=CONNECTORS)
 def installed(request):
     """Return the beginning of a connector's name, and the environment that has it."""
-    return request.param, request.getfixturevalue("fresh" if request.param == "Type1" else "fresh_type2")
+    return request.param, request.getfixturevalue(CONNECTORS[request.param][2])
 
 
 def test_there_is_a_wheel_for_each_member(wheels):
@@ -89,9 +106,9 @@ def test_a_wheel_has_its_package_and_nothing_else(wheels, package):
 
 
 def test_the_environment_has_only_what_was_installed(installed):
-    """Packages come from the wheels, not from this tree; type1 brings the hooks along, and type2 needs none."""
+    """Packages come from the wheels, not from this tree; type1 brings the hooks along, the others need none."""
     name, environment = installed
-    needed = {"kvplug", f"kvplug_{name.lower()}", *({"kvplug_hooks"} if name == "Type1" else ())}
+    needed = {"kvplug", CONNECTORS[name][0].replace("-", "_"), *({"kvplug_hooks"} if name == "Type1" else ())}
     origins = environment.ask(FIND_PACKAGES, *sorted(WORKSPACE.packages()))
     assert {package for package, origin in origins.items() if origin} == needed
     for package in needed:
@@ -102,11 +119,19 @@ def test_g9_the_connector_is_listed(installed):
     """After one install, `kvplug list` in a new process shows the connector and where it is from."""
     name, environment = installed
     listed = {one["name"]: one for one in json.loads(environment.command("kvplug", "list", "--json"))["connectors"]}
-    assert listed.keys() == {f"{name}Connector", f"AIBrixOffloadingConnectorV1{name}"}
+    distribution, alias, _ = CONNECTORS[name]
+    assert listed.keys() == {f"{name}Connector", alias}
     for one in listed.values():
-        assert one["distribution"] == f"kvplug-{name.lower()}"
+        assert one["distribution"] == distribution
         assert one["editable"] is False
         assert one["needs_hook"] is (name == "Type1")
+
+
+def test_j12_the_router_is_an_extra(fresh_pd_reuse):
+    """`kvplug pd` comes with the connector; without what its extra brings it says in one line what to install."""
+    assert "up" in fresh_pd_reuse.command("kvplug", "pd", "--help")
+    with pytest.raises(AssertionError, match=r"kvplug-pd-reuse\[router\]"):
+        fresh_pd_reuse.command("kvplug", "pd", "up", "--model", "none")
 
 
 def _check_reuse(server: Server, loaded: str = "vllm:kvplug_tokens_loaded_total") -> None:
@@ -143,9 +168,10 @@ def test_h6_the_connector_serves_from_patched_files(fresh, models):
 
 
 @pytest.mark.engine
-def test_the_connector_serves_by_its_name(installed, models):
+@pytest.mark.parametrize("name", ["Type1", "Type2"])
+def test_the_connector_serves_by_its_name(name, request, models):
     """A stock server takes the connector by name alone, with no module path, and serves."""
-    name, environment = installed
+    environment = request.getfixturevalue(CONNECTORS[name][2])
     connector = {"kv_connector": f"{name}Connector", "kv_role": "kv_both"}
     counters = {"Type1": "vllm:kvplug_tokens_loaded_total", "Type2": "vllm:external_prefix_cache_hits_total"}
     with serve(models("llama"), connector=connector, python=environment.python) as server:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from tiers import DictTier, FaultyTier, eventually, fill, make_client
 
@@ -453,3 +455,199 @@ def test_i5_where_no_slot_can_be_had_nothing_comes(ranks):
     assert prefetch.over
     assert node.load(*KEYS[:2]) == 0
     node.store.unpin(pinned)
+
+
+# -- Writes that wait for a save of the same step ----------------------------------------------------------------------
+
+
+class Copy:
+    """A transfer that ends when it is told to, by filling slots or by raising."""
+
+    def __init__(self, filling=lambda: None, error=None):
+        self.filling, self.error = filling, error
+        self.going, self.waited = threading.Event(), threading.Event()
+
+    def wait(self):
+        self.waited.set()
+        assert self.going.wait(30)
+        if self.error is not None:
+            raise self.error
+        self.filling()
+
+    def go(self):
+        self.going.set()
+        return self
+
+
+def started_save(node, *keys, save=7):
+    """Reserve slots, and send the commands that write them after a save; return the references."""
+    refs = node.store.reserve(keys)
+    node.store.write_after(save, refs)
+    node.send()
+    return refs
+
+
+def fills(node, keys, refs, rank=0):
+    """Return what a save does in one rank."""
+
+    def fill_all():
+        for key, ref in zip(keys, refs, strict=True):
+            fill(node.slabs[rank], ref.slot, key[0] + rank)
+
+    return fill_all
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_put_waits_for_its_save(ranks, number):
+    """Sent before the blocks are there, it is made when the save has started, and reads when all of it has ended."""
+    node = ranks(ranks=number)
+    keys = KEYS[:4]
+    refs = started_save(node, *keys)
+    assert [tier.calls["put"] for (tier,) in node.tiers] == [0] * number
+    copies = []
+    for rank, executor in enumerate(node.executors):
+        copies.append((Copy().go(), Copy(fills(node, keys, refs, rank))))
+        executor.started(6, (Copy(error=OSError()).go(),), failed=False)  # another save
+        executor.started(7, copies[-1], failed=False)
+    for _, last in copies:
+        assert last.waited.wait(30)
+    assert [tier.calls["put"] for (tier,) in node.tiers] == [0] * number
+    for _, last in copies:
+        last.go()
+    node.settle()
+    node.store.publish(refs)
+    node.settle()
+    assert [node.in_tier(rank) for rank in range(number)] == [set(keys)] * number
+    assert all(tier.calls["put"] == len(tier.log) for (tier,) in node.tiers)
+    node.forget(*keys)
+    node.store.prefetch(keys)
+    node.settle()
+    assert node.load(*keys) == 4
+
+
+def taken(executor, number):
+    """Return the answers of so many commands, when they have come."""
+    answers = {}
+    eventually(lambda: (answers.update(executor.take_answers()), len(answers) >= number)[1])
+    return answers
+
+
+def test_a_put_of_a_save_that_has_failed_is_answered_with_nothing(ranks):
+    """The scheduler's side hears of it, and nothing is written, nor waited for."""
+    node = ranks()
+    executor, (tier,) = node.executors[0], node.tiers[0]
+    executor.execute([Command(1, 0, 0, "put", KEYS[:2], (0, 1), after=7)], 0)
+    assert executor.take_answers() == {}
+    executor.started(7, (Copy(error=OSError()),), failed=True)
+    assert executor.take_answers() == {1: (1, (False, False))}
+    assert tier.calls["put"] == 0
+    executor.started(7, (), failed=False)  # once
+    assert executor.take_answers() == {}
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_put_of_a_transfer_that_raises_is_answered_with_nothing(ranks, place):
+    """Whichever of a save's transfers it is; and the tier isn't blamed."""
+    node = ranks()
+    executor, (tier,) = node.executors[0], node.tiers[0]
+    executor._clients[0].health.breaker = breaker = Breaker(failures=1, first=1000)
+    breaker.succeeded()
+    copies = [Copy().go(), Copy().go()]
+    copies[place].error = RuntimeError("CUDA error")
+    executor.execute([Command(1, 0, 0, "put", KEYS[:2], (0, 1), after=7)], 0)
+    executor.started(7, copies, failed=False)
+    assert taken(executor, 1) == {1: (1, (False, False))}
+    assert tier.calls["put"] == 0
+    assert breaker.allows()
+    assert executor.take_down() == frozenset()
+
+
+def test_a_put_that_cant_be_made_is_answered_with_nothing(ranks):
+    """One that raises when its save starts leaves the others of that save."""
+    node = ranks()
+    executor = node.executors[0]
+    fill(node.slabs[0], 1, 1)
+    commands = [
+        Command(1, 0, 7, "put", KEYS[:1], (0,), after=7),  # there is no tier 7
+        Command(2, 0, 0, "put", KEYS[1:2], (1,), after=7),
+    ]
+    executor.execute(commands, 0)
+    executor.started(7, (Copy().go(),), failed=False)
+    assert taken(executor, 2) == {1: (1, (False,)), 2: (1, (True,))}
+
+
+def test_d9_a_put_after_a_save_from_before_a_reset(ranks):
+    """D9: answered with nothing, and not kept."""
+    node = ranks()
+    executor, (tier,) = node.executors[0], node.tiers[0]
+    executor.execute([Command(1, 0, 0, "put", KEYS[:1], (0,), after=7)], 1)
+    assert executor.take_answers() == {1: (1, (False,))}
+    executor.started(7, (Copy().go(),), failed=False)
+    assert executor.take_answers() == {}
+    assert tier.calls["put"] == 0
+
+
+def test_d9_c13_what_is_written_late_is_what_was_saved(ranks):
+    """D9, C13: a reset while a write waits for its turn: it doesn't write another block's bytes under the old name.
+
+    That name is found again, by others and by this engine when it starts anew.
+    """
+    node = ranks(slots=4, faulty=True)
+    (old,) = started_save(node, KEYS[0])
+    copy = Copy(fills(node, KEYS[:1], [old]))
+    node.executors[0].started(7, (copy,), failed=False)
+    assert copy.waited.wait(30)
+    fill(node.slabs[0], old.slot, KEYS[0][0])
+    node.store.clear()
+    node.store.publish([old])  # the save has been reported
+    node.send()
+    keys = KEYS[10:14]
+    refs = [ref for ref in node.store.reserve(keys) if ref is not None]
+    for ref in refs:
+        fill(node.slabs[0], ref.slot, 99)
+    copy.filling = lambda: None
+    copy.go()
+    node.hear()
+    node.store.abandon(refs)
+    node.settle()
+    for name, value in node.values[0][0].items():
+        if name.startswith(KEYS[0]):
+            assert value[HEADER_BYTES:] == bytes((index * 11) & 0xFF for index in range(BLOCK))
+
+
+# -- Blocks that somebody else is about to want ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_what_a_tier_has_lost_is_written_again(ranks, number):
+    """Asked for by one lookup, by the scheduler's side; only what any rank lacks is written."""
+    node = ranks(ranks=number)
+    node.save(*KEYS[:6])
+    for name in [name for name in node.values[-1][0] if name[:32] in KEYS[2:4]]:
+        del node.values[-1][0][name]
+    for mine in node.tiers:
+        mine[0].log.clear()
+    node.store.assure(KEYS[:8])
+    (command,) = node.store.take_commands()
+    assert (command.kind, command.keys, command.urgent) == ("exists", tuple(KEYS[:6]), False)
+    for executor in node.executors:
+        executor.execute([command], 0)
+    node.settle()
+    assert [node.in_tier(rank) for rank in range(number)] == [set(KEYS[:6])] * number
+    puts = [keys for operation, keys in node.tiers[0][0].log if operation == "put"]
+    assert {name[:32] for keys in puts for name in keys} == set(KEYS[2:4])
+
+
+def test_a_lookup_that_fails_tells_of_no_loss(ranks):
+    """A tier that can't be asked hasn't lost anything: what it has isn't written again."""
+    node = ranks(faulty=True)
+    node.save(*KEYS[:4])
+    (tier,) = node.tiers[0]
+    tier.error = OSError(5, "EIO")
+    node.store.assure(KEYS[:4])
+    node.send()
+    eventually(lambda: tier.calls["exists"])
+    puts = tier.calls["put"]
+    tier.error = None
+    node.settle()
+    assert tier.calls["put"] == puts

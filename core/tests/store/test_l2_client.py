@@ -418,3 +418,81 @@ def test_closing_leaves_no_threads_and_doesnt_wait_for_ever(slab, monkeypatch):
     tier.going.set()
     eventually(lambda: threading.active_count() == before)
     assert holder.released
+
+
+# -- Writes of what isn't there yet ------------------------------------------------------------------------------------
+
+
+def test_a_write_waits_for_its_blocks(start, slab):
+    """Nothing is read before `after` has returned, on one of the tier's threads: the caller goes on meanwhile."""
+    tier = DictTier()
+    client = start(tier, timeout=60)
+    filled, threads = threading.Event(), []
+
+    def after():
+        threads.append(threading.current_thread())
+        assert filled.wait(30)
+
+    holder = Holder()
+    fill(slab, 0, 1)
+    writing = client.put(KEYS[:1], [0], released=holder, after=after)
+    eventually(lambda: threads)
+    assert not writing.ended
+    assert (tier.calls["put"], holder.released) == (0, [])
+    block = fill(slab, 0, 9)
+    filled.set()
+    assert writing.wait()
+    assert (writing.result, holder.released) == ([True], [[True]])
+    assert threads != [threading.current_thread()]
+    reading = client.get(KEYS[:1], [5])
+    assert reading.wait()
+    assert reading.result == [True]
+    assert slab.view(5).tobytes() == block
+
+
+def test_a_write_whose_blocks_dont_come_isnt_made(start, slab, stats, caplog):
+    """If `after` raises, nothing is written, and it isn't the tier's fault: it isn't left alone, nor is it logged."""
+    tier = DictTier()
+    client = start(tier, breaker=Breaker(failures=1, first=1000))
+    holder = Holder()
+
+    def after():
+        raise RuntimeError("the copy failed")
+
+    for number in range(4):
+        writing = client.put(KEYS[:2], [0, 1], released=holder, after=after)
+        assert writing.wait()
+        assert writing.result == [False, False]
+        eventually(lambda number=number: len(holder.released) == number + 1)
+    assert holder.released == [[False, False]] * 4
+    assert (tier.calls["put"], tier.values) == (0, {})
+    assert client.health.works()
+    assert stats.get("l2_errors:dict") + stats.get("l2_timeouts:dict") + stats.get("l2_blocks_written:dict") == 0
+    assert caplog.text == ""
+
+
+def test_a_write_whose_blocks_dont_come_says_nothing_good_either(start, slab):
+    """A tier that fails isn't taken to work again because of a call that was never made to it."""
+    tier = FaultyTier()
+    client = start(tier, breaker=Breaker(failures=2, first=1000))
+    tier.error = OSError(5, "EIO")
+
+    def after():
+        raise RuntimeError("the copy failed")
+
+    assert client.exists(KEYS[:1]).wait()
+    assert client.put(KEYS[:1], [0], after=after).wait()
+    assert client.exists(KEYS[:1]).wait()
+    assert not client.health.works()
+
+
+def test_while_a_tier_is_left_alone_nothing_is_waited_for(start, slab):
+    """The operation ends at once, and `after` isn't called."""
+    tier = FaultyTier()
+    client = start(tier, breaker=Breaker(failures=1, first=1000))
+    tier.error = OSError(5, "EIO")
+    assert client.exists(KEYS[:1]).wait()
+    called, holder = [], Holder()
+    writing = client.put(KEYS[:1], [0], released=holder, after=lambda: called.append(1))
+    assert writing.outcome is Outcome.DROPPED
+    assert (called, holder.released) == ([], [None])

@@ -519,3 +519,141 @@ def test_more_tiers_than_there_is_room_for_are_refused(node):
     """A store has at most eight tiers."""
     with pytest.raises(ValueError, match="at most 8"):
         node(*[DictTier() for _ in range(9)])
+
+
+# -- Blocks that somebody else is about to want ------------------------------------------------------------------------
+
+
+def asked_for(tier):
+    """Return the keys of each lookup since the log was cleared."""
+    return [[name[:32] for name in names] for operation, names in tier.log if operation == "exists"]
+
+
+def written(tier):
+    """Return the keys that were written since the log was cleared."""
+    return sorted(name[:32] for operation, names in tier.log if operation == "put" for name in names)
+
+
+def lose(tier, *keys):
+    for name in [name for name in tier.values if name[:32] in keys]:
+        del tier.values[name]
+    tier.log.clear()
+
+
+def test_what_a_tier_has_lost_is_written_again(node):
+    """Each tier is asked once for what it was given, and is given what it has lost; the others' values stay."""
+    store = node(DictTier(), DictTier())
+    store.save(KEYS[:6])
+    store.settle()
+    first, second = (client.tier for client in store.clients)
+    lose(first, KEYS[1], KEYS[4])
+    lose(second, KEYS[5])
+    writer = store.store._writer
+    writer.assure(KEYS[:8])
+    store.settle()
+    assert (asked_for(first), asked_for(second)) == ([KEYS[:6]], [KEYS[:6]])
+    assert (written(first), written(second)) == ([KEYS[1], KEYS[4]], [KEYS[5]])
+    # What was written again is taken to be there, and nothing is written without need.
+    lose(first)
+    writer.assure(KEYS[:8])
+    store.settle()
+    assert (asked_for(first), written(first)) == ([KEYS[:6]], [])
+    assert store.held() == 0
+
+
+def test_what_a_tier_never_had_is_not_asked_for(node):
+    """Blocks that aren't in L1, that are being saved, or that the tier wasn't given."""
+    tier = DictTier()
+    store = node(tier, write_policy="hits", min_hits=1)
+    store.save(KEYS[:4])
+    store.load(KEYS[:2])
+    store.settle()
+    refs = store.store.reserve(KEYS[10:12])
+    lose(tier, KEYS[0])
+    store.store._writer.assure([*KEYS[:4], *KEYS[10:14]])
+    store.settle()
+    assert asked_for(tier) == [KEYS[:2]]
+    assert written(tier) == [KEYS[0]]
+    lose(tier)
+    store.store._writer.assure(KEYS[2:4])
+    store.store._writer.assure([])
+    store.settle()
+    assert tier.log == []
+    store.memory.allocator.abandon([ref for ref in refs if ref is not None])
+
+
+def test_to_assure_is_no_use(node):
+    """Blocks that are only looked after are evicted in their turn, and aren't pinned while a tier is asked."""
+    tier = FaultyTier()
+    store = node(tier, slots=4, client_settings={"timeout": LONG, "lookup_timeout": LONG})
+    for key in KEYS[:4]:
+        store.save([key])
+    store.settle()
+    tier.going.clear()
+    store.store._writer.assure(KEYS[:1])
+    assert store.held() == 0
+    store.save(KEYS[4:5])
+    assert KEYS[0] not in store.in_l1()
+    tier.going.set()
+    store.settle()
+    assert written(tier).count(KEYS[0]) == 1  # it was there: nothing else is written
+
+
+def test_what_is_gone_when_the_answer_comes_is_left_alone(node):
+    """Evicted while the tier was asked: another block in its slot isn't taken to be lost."""
+    tier = DictTier()
+    store = node(tier, slots=4, client_settings={"timeout": LONG, "lookup_timeout": LONG})
+    store.save(KEYS[:1])
+    store.settle()
+    lose(tier, KEYS[0])
+    real_exists, go_on = tier.exists, threading.Event()
+
+    def slow_exists(keys, timeout):
+        assert go_on.wait(30)
+        return real_exists(keys, timeout)
+
+    tier.exists = slow_exists
+    store.store._writer.assure(KEYS[:1])
+    for number, key in enumerate(KEYS[1:5]):
+        store.save([key])
+        eventually(lambda number=number: len(tier.values) == number + 1)
+    eventually(lambda: store.held() == 0)
+    assert KEYS[0] not in store.in_l1()
+    go_on.set()
+    store.settle()
+    assert store.load(KEYS[1:5]) == 4
+    store.settle()
+    assert written(tier) == KEYS[1:5]
+
+
+def test_d9_a_reset_while_a_tier_is_asked(node):
+    """D9: nothing from before is written under the new names."""
+    tier = FaultyTier()
+    store = node(tier, client_settings={"timeout": LONG, "lookup_timeout": LONG})
+    store.save(KEYS[:2])
+    store.settle()
+    lose(tier, *KEYS[:2])
+    tier.going.clear()
+    store.store._writer.assure(KEYS[:2])
+    store.store.clear()
+    store.save(KEYS[1:2])
+    tier.going.set()
+    store.settle()
+    assert written(tier) == [KEYS[1]]
+    assert len(tier.values) == 1
+
+
+def test_a_tier_that_cant_be_asked_has_lost_nothing(node):
+    """A lookup that fails, or isn't made, changes nothing: when the tier works again, nothing is written twice."""
+    tier = FaultyTier()
+    store = node(tier)
+    store.save(KEYS[:2])
+    store.settle()
+    lose(tier)
+    tier.error = OSError(5, "EIO")
+    store.store._writer.assure(KEYS[:2])
+    store.settle()
+    tier.error = None
+    store.load(KEYS[:2])
+    store.settle()
+    assert written(tier) == []

@@ -98,7 +98,7 @@ def test_the_answer_says_it_in_the_convention(engines):
     ours = params["kvplug"]
     assert (ours["version"], ours["num_prompt_tokens"], ours["num_stored_tokens"]) == (1, 40, 40)
     assert len(bytes.fromhex(ours["namespace"])) == 32
-    assert set(ours) == {"version", "namespace", "num_prompt_tokens", "num_stored_tokens"}
+    assert set(ours) == {"version", "namespace", "pp_size", "num_prompt_tokens", "num_stored_tokens"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -204,6 +204,20 @@ def test_engines_of_other_models_or_blocks_never_mix(engines):
         # Of the simulated model, nobody says how many there are: the layout of the blocks tells them apart.
         assert what in {"heads", "layers"} or counted(engine).get("handovers_refused:namespace") == 1, what
     assert serve(engines(), text, 4, kv_transfer_params=params).num_external_tokens >= 95
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (4, 4)])
+def test_j10_other_sizes_aren_t_waited_for_but_where_they_are_read(engines, sizes):
+    """J10: an engine with sizes that aren't named stores under names that aren't looked for: a miss, with a reason."""
+    params = serve(engines(), prompt(60), kv_transfer_params=dict(PREFILL)).kv_transfer_params
+    engines.values.clear()
+    params["tp_size"], params["kvplug"]["pp_size"] = sizes
+    for named in (False, True):
+        layouts = {"peer_layouts": f"tp{sizes[0]}pp{sizes[1]}"} if named else {}
+        decode = engines(extra={"handover_timeout": 0.05, **layouts})
+        serve(decode, prompt(60), 4, kv_transfer_params=params)
+        assert counted(decode).get("handovers_refused:layout", 0) == (not named)
+        assert counted(decode).get("handover_timeouts", 0) == named
 
 
 def test_j6_a_tail_of_other_tokens_is_another(engines):

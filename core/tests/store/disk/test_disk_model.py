@@ -76,9 +76,7 @@ class DiskAgainstModel(RuleBasedStateMachine):
 
     @rule(engine=_ENGINES, keys=st.lists(_KEYS, max_size=4))
     def exists(self, engine, keys):
-        there = [key in self.values for key in keys]
-        until = there.index(False) if False in there else len(there)
-        assert self.tiers[engine].exists(keys, disk.TIMEOUT) == [True] * until + [False] * (len(keys) - until)
+        assert self.tiers[engine].exists(keys, disk.TIMEOUT) == [key in self.values for key in keys]
 
     @rule(engine=_ENGINES, keys=st.lists(_KEYS, max_size=4))
     def delete(self, engine, keys):

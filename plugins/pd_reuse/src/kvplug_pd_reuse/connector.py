@@ -31,7 +31,7 @@ class PDReuseConnector(ScheduledConnector):
         return PDReuseScheduler(
             settings,
             engine_id=str(config.kv_transfer_config.engine_id or ""),
-            tp_size=config.parallel_config.tensor_parallel_size,
+            layout=(config.parallel_config.tensor_parallel_size, config.parallel_config.pipeline_parallel_size),
             **arguments,
         )
 

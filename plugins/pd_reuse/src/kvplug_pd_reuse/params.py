@@ -6,6 +6,7 @@ can send anything here, so nothing is believed that matters: what is loaded is d
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ class Handover:
             like any other.
         num_tokens: Tokens from the start that the prefill engine has stored, or is storing; None if it doesn't say.
         problem: Why a request that was prefilled isn't waited for: `namespace` if by another model, `version` if by
-            another kvplug; else empty.
+            another kvplug, `layout` if on ranks whose values aren't read here; else empty.
 
     """
 
@@ -33,12 +34,13 @@ class Handover:
     problem: str = ""
 
 
-def read(params: object, namespace: bytes) -> Handover:
+def read(params: object, namespace: bytes, layouts: Collection[tuple[int, int]] = ()) -> Handover:
     """Read a request's `kv_transfer_params`, whatever they are. Never raises.
 
     Args:
         params: What the client sent.
         namespace: This engine's own, 32 bytes (`kvplug.namespace.namespace_fingerprint`).
+        layouts: Tensor- and pipeline-parallel sizes of engines whose values are read; empty for all.
 
     """
     if not isinstance(params, dict):
@@ -46,30 +48,38 @@ def read(params: object, namespace: bytes) -> Handover:
     prefill, decode = params.get("do_remote_decode") is True, params.get("do_remote_prefill") is True
     if prefill == decode:
         return Handover()
-    return Handover("prefill") if prefill else _of_decode(params.get("kvplug"), namespace)
+    return Handover("prefill") if prefill else _of_decode(params, namespace, layouts)
 
 
-def _of_decode(said: object, namespace: bytes) -> Handover:
+def _of_decode(params: dict[str, Any], namespace: bytes, layouts: Collection[tuple[int, int]]) -> Handover:
+    said = params.get("kvplug")
     if not isinstance(said, dict):
         return Handover("decode")
     if said.get("version") != VERSION:
         return Handover("decode", problem="version")
     if said.get("namespace") != namespace.hex():
         return Handover("decode", problem="namespace")
+    sizes = (params.get("tp_size"), said.get("pp_size"))
+    if layouts and all(map(_is_count, sizes)) and sizes not in layouts:
+        return Handover("decode", problem="layout")
     tokens = said.get("num_stored_tokens")
-    if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0:
-        return Handover("decode")
-    return Handover("decode", tokens)
+    return Handover("decode", tokens if _is_count(tokens) else None)
 
 
-def answer(request: Any, namespace: bytes, *, engine_id: str, tp_size: int, num_stored_tokens: int) -> dict[str, Any]:
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def answer(
+    request: Any, namespace: bytes, *, engine_id: str, layout: tuple[int, int], num_stored_tokens: int
+) -> dict[str, Any]:
     """Return the `kv_transfer_params` of a prefill engine's answer. A new dict: vLLM adds to it.
 
     Args:
         request: vLLM's `Request`.
         namespace: See `read`.
         engine_id: vLLM's name for this engine.
-        tp_size: Its tensor-parallel size.
+        layout: Its tensor- and pipeline-parallel size.
         num_stored_tokens: Tokens from the start that are stored, or are being stored.
 
     """
@@ -82,10 +92,11 @@ def answer(request: Any, namespace: bytes, *, engine_id: str, tp_size: int, num_
         "remote_port": 0,
         "remote_engine_id": engine_id,
         "remote_request_id": request.request_id,
-        "tp_size": tp_size,
+        "tp_size": layout[0],
         "kvplug": {
             "version": VERSION,
             "namespace": namespace.hex(),
+            "pp_size": layout[1],
             "num_prompt_tokens": request.num_prompt_tokens,
             "num_stored_tokens": num_stored_tokens,
         },

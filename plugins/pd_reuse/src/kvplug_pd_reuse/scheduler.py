@@ -21,6 +21,12 @@ __all__ = ["PDReuseScheduler"]
 
 _limited = RateLimited(get_logger(__name__))
 
+#: What is wrong with a prefill engine, by `params.Handover.problem`.
+_PROBLEMS = {
+    "namespace": "another model or cache",
+    "version": "another version of kvplug",
+    "layout": "parallel sizes that aren't this engine's own, and aren't named in peer_layouts",
+}
 #: More tokens than any prompt has.
 _ALL = 1 << 62
 
@@ -35,7 +41,7 @@ class PDReuseScheduler(SchedulerHalf):
         settings: Of pd_reuse.
         namespace: Fingerprint that every key starts from (32 bytes).
         engine_id: vLLM's name for this engine.
-        tp_size: Its tensor-parallel size.
+        layout: Its tensor- and pipeline-parallel size.
         arguments: Of `SchedulerHalf`.
 
     """
@@ -45,12 +51,19 @@ class PDReuseScheduler(SchedulerHalf):
     writes_at_once: ClassVar[bool] = True
 
     def __init__(
-        self, settings: PDReuseSettings, *, namespace: bytes, engine_id: str = "", tp_size: int = 1, **arguments: Any
+        self,
+        settings: PDReuseSettings,
+        *,
+        namespace: bytes,
+        engine_id: str = "",
+        layout: tuple[int, int] = (1, 1),
+        **arguments: Any,
     ) -> None:
         super().__init__(settings, namespace=namespace, **arguments)
         self._namespace = namespace
         self._engine_id = engine_id
-        self._tp_size = tp_size
+        self._layout = layout
+        self._layouts = {layout, *settings.peers}
         self._has_state = any(group.kind == "state" for group in self.groups)
         self._handover_timeout = settings.handover_timeout
         self._handovers: dict[str, params.Handover] = {}
@@ -79,7 +92,7 @@ class PDReuseScheduler(SchedulerHalf):
     def prepare(self, tracked: Tracked) -> None:
         """Take in what a request's parameters say."""
         request = tracked.request
-        handover = params.read(request.kv_transfer_params, self._namespace)
+        handover = params.read(request.kv_transfer_params, self._namespace, self._layouts)
         if handover.role is None:
             return
         self._handovers[tracked.request_id] = handover
@@ -93,9 +106,9 @@ class PDReuseScheduler(SchedulerHalf):
             self.stats.add(f"handovers_refused:{handover.problem}")
             _limited.warning(
                 handover.problem,
-                "A request comes from a prefill engine with another %s: what the store has for this engine is used, "
+                "A request comes from a prefill engine with %s: what the store has for this engine is used, "
                 "and the rest is computed.",
-                {"namespace": "model or cache", "version": "version of kvplug"}[handover.problem],
+                _PROBLEMS[handover.problem],
             )
         else:
             tracked.patience = self._handover_timeout
@@ -153,7 +166,7 @@ class PDReuseScheduler(SchedulerHalf):
             tracked.request,
             self._namespace,
             engine_id=self._engine_id,
-            tp_size=self._tp_size,
+            layout=self._layout,
             num_stored_tokens=self._num_stored_tokens(tracked),
         )
 

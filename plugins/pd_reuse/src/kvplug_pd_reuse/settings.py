@@ -65,6 +65,7 @@ class PDReuseSettings(ScheduledSettings):
 
     # Prompts are handed over whole, so much is on its way at a time.
     l2_share: ClassVar[int] = 2
+    _of_shared_memory: ClassVar[tuple[str, ...]] = ("l2", "disk_path", "disk_size")
 
     l2_write_inflight_per_rank: Size = Field(
         default=ByteSize(2 << 30),
@@ -122,14 +123,23 @@ class PDReuseSettings(ScheduledSettings):
     @classmethod
     def load(cls, extra_config: Mapping[str, Any] | None, environ: Mapping[str, str] = os.environ) -> Self:
         """Read the settings; see `StoreSettings.load`. What isn't said of the store is that of shared memory."""
-        extra_config = dict(extra_config or {})
-        if not cls.tiers and not (set(cls._chosen(extra_config, environ)) - {"disk"}):
-            unset = ("l2", "disk_path")
-            if any(name not in extra_config and not environ.get(cls.variable(name)) for name in unset):
-                defaults = shared_memory_store()
-                if "disk_path" in extra_config or environ.get(cls.variable("disk_path")):
-                    del defaults["disk_size"]
-                for name, value in defaults.items():
-                    if not environ.get(cls.variable(name)):
-                        extra_config.setdefault(name, value)
-        return super().load(extra_config, environ)
+        given = dict(extra_config or {})
+        defaults = {} if cls.tiers else cls._defaults(given, environ)
+        settings = super().load(defaults | given, environ)
+        settings._sources.update(dict.fromkeys(defaults, "default"))  # noqa: SLF001 - of the same class
+        return settings
+
+    @classmethod
+    def _defaults(cls, given: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
+        """Return those settings of a store in shared memory that have to be taken."""
+        if "l2" in given and not given["l2"]:
+            raise ConfigError(
+                "Prompts are handed over in an L2 tier, and the setting l2 names none: name one, or leave it out for a "
+                "directory in shared memory."
+            )
+        known = {name for name in cls._of_shared_memory if name in given or environ.get(cls.variable(name))}
+        if "l2" in known and (cls._chosen(given, environ) != ("disk",) or "disk_path" in known):
+            return {}
+        # In another directory there is another amount of room.
+        known |= {"disk_size"} if "disk_path" in known else set()
+        return {name: value for name, value in shared_memory_store().items() if name not in known}

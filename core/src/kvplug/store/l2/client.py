@@ -133,7 +133,7 @@ class L2Client(Listener):
             released: See `Operation`.
 
         Returns:
-            For each key whether it is there. A tier may stop at the first that isn't.
+            For each key whether it is there.
 
         """
         names = [self.blocks.name(key) for key in keys]

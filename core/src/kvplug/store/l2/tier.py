@@ -94,8 +94,7 @@ class Tier(ABC):
     def exists(self, keys: Sequence[bytes], timeout: float) -> Sequence[bool]:
         """Return for each key whether it is there. A value may still be gone when it is asked for.
 
-        A tier for which one key costs as much as many looks all up at once. One that has to ask key by key may stop at
-        the first that is missing, and say False for what follows.
+        Keys are looked up that follow one that is missing, too: of recurrent state, not every block is stored.
         """
 
     @abstractmethod

@@ -109,14 +109,12 @@ class DiskTier(Tier):
             )
 
     def exists(self, keys: Sequence[bytes], timeout: float) -> list[bool]:
-        """Say which keys are there, up to the first that is missing: each costs a look into the file system."""
+        """Say which keys are there. Each costs a look into the file system."""
         layout, deadline = self._opened().layout, time.monotonic() + timeout
         found = [False] * len(keys)
         with self._errors("be read"):
             for index, key in enumerate(keys):
-                if size_of(layout.value(key)) is None:
-                    break
-                found[index] = True
+                found[index] = size_of(layout.value(key)) is not None
                 self._check(deadline)
         return found
 
