@@ -6,6 +6,7 @@
 # make soak    serves with type1 for minutes and checks that nothing grows; options: make soak ARGS="--minutes 30"
 # make bench-type1   measures what type1 costs and gains, in minutes; options: make bench-type1 ARGS="--only copies"
 # make bench-type2   measures what type2 costs and gains, in minutes; options: make bench-type2 ARGS="--only latency"
+# make bench-pd      measures split prefill and decode against one engine, in minutes; options: make bench-pd ARGS="--only itl"
 # make bench-store   measures the block store, tier by tier; options: make bench-store ARGS="--only l1 disk"
 # make bench-start   measures what kvplug adds to the start of a worker; options: make bench-start ARGS="--runs 30"
 # make env     builds the environment only; options: make env ARGS="--torch-index URL"
@@ -18,7 +19,7 @@ JOBS ?= 2
 PYTEST = $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-0.19 soak bench-type1 bench-type2 bench-store bench-start check matrix env env-0.19 lint built clean distclean
+.PHONY: help demo test test-0.19 soak bench-type1 bench-type2 bench-pd bench-store bench-start check matrix env env-0.19 lint built clean distclean
 
 help:
 	@grep '^# make' Makefile | cut -c 3-
@@ -47,6 +48,9 @@ bench-type1: built
 
 bench-type2: built
 	@$(BIN)/python -m benchmarks.type2 $(ARGS)
+
+bench-pd: built
+	@$(BIN)/python -m benchmarks.pd $(ARGS)
 
 bench-store: built
 	@$(BIN)/python -m benchmarks.store $(ARGS)

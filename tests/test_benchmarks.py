@@ -1,4 +1,4 @@
-"""`make bench-type1` and `make bench-type2`: that they still measure, and what is printed. No speed is tested."""
+"""The benchmarks of type1, type2 and pd_reuse: that they still measure, and what is printed. No speed is tested."""
 
 from __future__ import annotations
 
@@ -38,6 +38,22 @@ TYPE2_KEYS = {
     "scheduler_us_256x32k",
     "ttft_layerwise_vs_between_steps",
 }
+
+PD_KEYS = {
+    "recomputed_tokens_full_hit",
+    "handover_bytes_vs_store",
+    "ttft_handover_vs_recompute_1k",
+    "ttft_handover_vs_recompute_4k",
+    "ttft_handover_vs_recompute_8k",
+    "ttft_overhead_0pct",
+    "ttft_vs_one_engine_60pct",
+    "ttft_vs_one_engine_90pct",
+    "itl_rise_split",
+    "itl_rise_one_engine",
+    "itl_rise_split_vs_one",
+}
+#: How those of them begin that are made of parts.
+MADE = ("handover_bytes_vs_store", "ttft_handover_vs_recompute_", "ttft_vs_one_engine_", "itl_rise_")
 
 
 @pytest.fixture
@@ -198,18 +214,66 @@ def measure_latency():
     return engine.latencies(prompts, 12, 1, 4)
 
 
+def test_a_hand_over_is_timed_from_the_end_of_the_prefill_to_the_last_copy(bench):
+    """What the engines' connectors did is put on one clock, which starts where the prefill's step ends."""
+    handover = bench("handover", "pd")
+    prefill = [
+        ("request", 1.0, 1.1),
+        ("end", 5.0, 5.01),
+        ("gather", 5.02, 5.05),
+        ("put", 5.03, 5.2),
+        ("put", 5.04, 5.3),
+    ]
+    prefill.append(("answer", 1.1, 5.1))
+    decode = [("request", 5.15, 5.16), ("exists", 5.2, 5.21), ("get", 5.22, 5.4), ("scatter", 5.4, 5.5)]
+    decode.append(("answer", 5.16, 5.6))
+    run = handover._Run(prefill, decode, 1)
+    assert run.seconds == pytest.approx(0.5)
+    assert run.steps["last put"] == pytest.approx(0.3)
+    assert run.steps["first token"] == pytest.approx(0.6)
+    ratio, millis = handover._figures("8k", 8010, 10**9, [(run, (0.3, 0.1))])
+    assert (ratio.name, millis.name) == ("handover_bytes_vs_store", "handover_ms_8k")
+    assert ratio.value == pytest.approx(0.4 / 0.5)
+    assert millis.value == pytest.approx(500)
+
+
+def test_the_store_alone_is_measured(bench, tmp_path):
+    """Values are written in one process and found and read in another one."""
+    processes, engine, servers = bench("processes", "common"), bench("engine", "pd"), bench("servers", "pd")
+    connector = servers.connector(tmp_path / "store", disk_size="1GiB")
+    with processes.Child("test-put") as put, processes.Child("test-get") as get:
+        for child, core in zip((put, get), servers.CORES, strict=True):
+            child.call(engine.use_store, connector, core, servers.LITTLE)
+        assert put.call(engine.store_put, "a", 9, 16) > 0
+        assert get.call(engine.store_get, "a", 9, 16) > 0
+        with pytest.raises(processes.ChildError, match="doesn't find"):
+            get.call(engine.store_get, "b", 9, 16)
+
+
+def test_the_time_between_tokens_is_that_of_each_request(bench, tmp_path):
+    """Tokens count where they come: before the prompt, or until its first token; both are drawn."""
+    watched = bench("itl", "pd").Watched([[-3, -1, -0.5, 0.5, 2, 5], [-1.5, 1.0]], 2.5)
+    assert sorted(watched.before) == [0.5, 2]
+    assert sorted(watched.during) == [1, 1.5, 2.5]
+    bench("plot", "pd").draw(watched, watched, tmp_path / "plot.png", 4096)
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_every_promised_key_is_measured_somewhere():
     """The names of the figures, those of the engines' measurements included, are in the benchmark's source."""
-    names = set()
-    for file in (ROOT / "benchmarks").glob("type[12]/*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Constant):
-                names.add(node.value)
-    assert names >= KEYS | TYPE2_KEYS
+    for folders, keys in (("type[12]", KEYS | TYPE2_KEYS), ("pd", PD_KEYS)):
+        names = set()
+        for file in (ROOT / "benchmarks").glob(f"{folders}/*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.Constant):
+                    names.add(node.value)
+        # Some have the length of the prompt, the share that is stored, or the case in their name.
+        made = {key for key in keys if any(key.startswith(name) for name in MADE)}
+        assert names >= keys - made
 
 
 def test_the_page_has_every_figure():
-    """docs/benchmarks.md shows a run of all of it, and docs/benchmarks-type2.md one of the other benchmark."""
+    """docs/benchmarks.md shows a run of all of it, and the other pages one of the other benchmarks."""
     for name, keys in (("benchmarks", KEYS), ("benchmarks-type2", TYPE2_KEYS)):
         page = (ROOT / "docs" / f"{name}.md").read_text()
         last = [line for line in page.splitlines() if line.startswith("{")][-1]

@@ -266,8 +266,8 @@ def vllm_request(tokens=(5, 6, 7, 8), *, features=(), embeds=None, max_tokens=1,
         ("PREEMPTED", False),
     ],
 )
-def test_j4_which_requests_have_an_answer(status, ended):
-    """J4: those that ended by their length or a stop; not ones that were aborted, refused, or failed."""
+def test_which_requests_have_an_answer(status, ended):
+    """Those that ended by their length or a stop; not ones that were aborted, refused, or failed."""
     from vllm.v1.request import RequestStatus
 
     one = vllm_request()

@@ -410,8 +410,8 @@ def looked_at(tokens, block_size, features, stop):
 def test_tails_and_blocks_never_share_a_key(requests):
     """Whatever the tokens, block sizes and images: equal keys are equal tokens, of a tail or of a block alike."""
     meanings = {}
-    for tokens, block_size, features in requests:
-        features = sorted(set(features))
+    for tokens, block_size, drawn in requests:
+        features = sorted(set(drawn))
         identity = RequestIdentity(features=tuple(MultiModalFeature(*one) for one in features))
         chain = KeyChain(NAMESPACE, block_size, identity)
         chain.extend(tokens)

@@ -138,7 +138,7 @@ def test_a_tail_is_no_block_of_any_group(sizes):
 
 @pytest.mark.parametrize("sizes", [[4], [4, 8]])
 def test_a_tail_is_a_later_requests_too(sizes):
-    """A prompt's end, and the same tokens at the beginning of a longer one, have the same tail; with a salt, another."""
+    """A prompt's end is that of the same tokens in a longer one; with a salt it's another."""
     assert tails_of(sizes, range(10), 10) == tails_of(sizes, range(31), 10)
     assert not set(tails_of(sizes, range(10), 10).keys) & set(tails_of(sizes, range(10), 10, cache_salt="x").keys)
 

@@ -7,6 +7,7 @@ compare(ours.rounds[1].outputs, plain.rounds[0].outputs)
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,24 @@ def type2(**settings: Any) -> dict[str, Any]:
     return TYPE2 | {"kv_connector_extra_config": TYPE2["kv_connector_extra_config"] | settings}
 
 
+#: The same for pd_reuse. It needs a store that other engines reach, too.
+PD_REUSE: dict[str, Any] = TYPE1 | {"kv_connector": "PDReuseConnector"}
+
+#: What vllm-router puts into a request for a prefill engine.
+PREFILL: dict[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+}
+
+
+def pd_reuse(**settings: Any) -> dict[str, Any]:
+    """Return `PD_REUSE` with other settings: everything is worth loading, and nothing times out on a busy machine."""
+    patient = {"min_reuse_tokens": 1, "handover_timeout": 30, "l2_load_timeout": 30, "l2_timeout": 60}
+    return PD_REUSE | {"kv_connector_extra_config": PD_REUSE["kv_connector_extra_config"] | patient | settings}
+
+
 @dataclass(frozen=True)
 class Generate:
     """Generate for some prompts at once; see `support.llm.generate`."""
@@ -48,6 +67,23 @@ class Generate:
     salt: str | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
     each: Sequence[dict[str, Any]] | None = None
+
+
+def handed_over(params: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the sampling arguments of a request with these `kv_transfer_params`."""
+    return {"extra_args": {"kv_transfer_params": params}}
+
+
+def prefill(prompts: Sequence[Sequence[int]], **rest: Any) -> Generate:
+    """Return a step that prefills prompts for another engine, which finds the parameters in its `Round`."""
+    return Generate(prompts, 1, sampling=handed_over(PREFILL) | rest.pop("sampling", {}), **rest)
+
+
+def decode(
+    prompts: Sequence[Sequence[int]], params: Sequence[dict[str, Any] | None], max_tokens: int, **rest: Any
+) -> Generate:
+    """Return a step that goes on with prompts that another engine has prefilled, given its answers' parameters."""
+    return Generate(prompts, max_tokens, each=[handed_over(own) for own in params], **rest)
 
 
 @dataclass(frozen=True)
@@ -112,6 +148,12 @@ class Round:
     counts: Counter[str]
     #: Tokens that speculative decoding drafted, and those of them that were accepted.
     drafts: Counter[str] = field(default_factory=Counter)
+    #: The answers' `kv_transfer_params`.
+    params: list[dict[str, Any] | None] = field(default_factory=list)
+    #: What clients are told of each prompt: its tokens that weren't computed.
+    cached: list[int | None] = field(default_factory=list)
+    #: Tokens in vLLM's steps: of prompts, those that were computed; of outputs, all but the last.
+    num_scheduled: int = 0
 
 
 @dataclass(frozen=True)
@@ -145,6 +187,7 @@ def drive(
     llm = engine.make_llm(model, connector=connector, **engine_args)
     assert asynchronous == (type(engine.scheduler(llm)).__name__ == "AsyncScheduler")
     preemptions, drafts = count_preemptions(llm), count_drafts(llm)
+    answers, scheduled = keep_answers(llm), count_scheduled(llm)
     rounds = []
     taken = []
     for operation in script:
@@ -152,12 +195,16 @@ def drive(
             taken.append(take(llm))
             continue
         before = counts(llm) if connector else Counter()
-        drafts.clear()
+        for seen in (drafts, answers, scheduled):
+            seen.clear()
         outputs = perform(llm, operation)
         if outputs is not None:
             grown = counts(llm) if connector else Counter()
             grown.subtract(before)
-            rounds.append(Round(outputs, grown, Counter(drafts)))
+            params, cached = (
+                [getattr(a, name) for a in answers] for name in ("kv_transfer_params", "num_cached_tokens")
+            )
+            rounds.append(Round(outputs, grown, Counter(drafts), params, cached, sum(scheduled)))
     return Result(rounds, len(preemptions), leftovers(llm) if connector else {}, taken)
 
 
@@ -273,6 +320,42 @@ def count_preemptions(llm: Any) -> list[int]:
 
     scheduler._preempt_request = preempt
     return seen
+
+
+def keep_answers(llm: Any) -> list[Any]:
+    """Put, from now on, vLLM's `RequestOutput`s into the list that is returned."""
+    inner = llm.generate
+    seen: list[Any] = []
+
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        answers = inner(*args, **kwargs)
+        seen.extend(answers)
+        return answers
+
+    llm.generate = generate
+    return seen
+
+
+def count_scheduled(llm: Any) -> list[int]:
+    """Put, from now on, the tokens in each of vLLM's steps into the list that is returned."""
+    scheduler = engine.scheduler(llm)
+    inner = scheduler.schedule
+    seen: list[int] = []
+
+    def schedule(*args: Any, **kwargs: Any) -> Any:
+        output = inner(*args, **kwargs)
+        seen.append(output.total_num_scheduled_tokens)
+        return output
+
+    scheduler.schedule = schedule
+    return seen
+
+
+def deliver(llm: Any) -> None:
+    """Wait until all that pd_reuse was given is in the store that engines share, where others find it."""
+    engine.settle(llm)
+    for client in engine.connector(llm).worker._executor._clients:
+        assert client._calls.drain(time.monotonic() + 60), "calls don't end"
 
 
 def count_drafts(llm: Any) -> Counter[str]:

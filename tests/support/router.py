@@ -129,13 +129,18 @@ class Router:
 
 @contextlib.contextmanager
 def route(
-    prefill_ports: Sequence[int], decode_ports: Sequence[int], *, args: Sequence[str] = (), timeout: float = 60.0
+    prefill_ports: Sequence[int | str],
+    decode_ports: Sequence[int | str],
+    *,
+    args: Sequence[str] = (),
+    timeout: float = 60.0,
 ) -> Iterator[Router]:
     """Start ``vllm-router`` in front of servers on the loopback interface, and stop it at the end.
 
     Args:
-        prefill_ports: Ports of the servers that prefill, which answer ``/health`` already.
-        decode_ports: Ports of those that decode.
+        prefill_ports: Ports of the servers that prefill, which answer ``/health`` already. Or ``host:port``: the router
+            takes no address twice, so one that is to do both goes by another name here.
+        decode_ports: The same of those that decode.
         args: Further arguments; they win over those of here.
         timeout: Seconds that the start may take.
 
@@ -146,7 +151,7 @@ def route(
     command = [str(Path(sys.executable).with_name("vllm-router")), "--vllm-pd-disaggregation"]
     for kind, ports in (("--prefill", prefill_ports), ("--decode", decode_ports)):
         for server in ports:
-            command += [kind, f"http://{_HOST}:{server}"]
+            command += [kind, f"http://{server}" if isinstance(server, str) else f"http://{_HOST}:{server}"]
     command += ["--kv-connector", "nixl", "--policy", "round_robin", "--host", _HOST, "--port", str(port)]
     # Its default port may be another router's, which would end this one.
     command += ["--prometheus-port", str(metrics_port), *args]
@@ -155,7 +160,7 @@ def route(
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [sys.executable, "-c", _LAUNCHER, *command],
-                env=os.environ | {"NO_PROXY": _HOST, "no_proxy": _HOST},
+                env=os.environ | {"NO_PROXY": f"{_HOST},localhost", "no_proxy": f"{_HOST},localhost"},
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -121,6 +121,12 @@ class Server:
         tail = "\n".join(self.log.splitlines()[-_SHOWN_LINES:])
         return ServerError(f"{problem}\n--- the server's log ends with\n{tail}")
 
+    def kill(self) -> None:
+        """Kill all of the server's processes (SIGKILL)."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
     def stop(self, timeout: float = 20.0) -> None:
         """Ask the server to end, and kill what is left of its process group."""
         if self._process.poll() is None:

@@ -532,6 +532,20 @@ def has_answer(request: Any) -> bool:
     return request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
+def forget_transfer_params(request: Any) -> None:
+    """Let a request have no `kv_transfer_params`, as if its client had sent none.
+
+    Args:
+        request: vLLM's `Request`, of which nothing has been scheduled.
+
+    """
+    request.kv_transfer_params = None
+    # What vLLM took them from, and sends to the workers.
+    extra = getattr(request.sampling_params, "extra_args", None)
+    if extra:
+        extra.pop("kv_transfer_params", None)
+
+
 def drop_last_prompt_token(request: Any) -> bool:
     """Let a request's prompt end one token earlier, if that changes nothing that anybody sees.
 
@@ -553,7 +567,7 @@ def drop_last_prompt_token(request: Any) -> bool:
     if any(feature.mm_position.offset + feature.mm_position.length > last for feature in features):
         return False
     sampling = request.sampling_params
-    if sampling is None or sampling.prompt_logprobs is not None:
+    if sampling is None or sampling.prompt_logprobs is not None or getattr(request, "prompt_embeds", None) is not None:
         return False
     del request.prompt_token_ids[-1]
     del request._all_token_ids[-1]  # noqa: SLF001 - the list behind `all_token_ids`

@@ -440,11 +440,11 @@ def test_without_patience_nobody_waits_for_what_isnt_there(clock):
 
 
 @pytest.mark.parametrize("seconds", [0.2, 3.0])
-def test_the_wait_is_as_long_as_patience_or_loading(clock, seconds):
-    """A request is held back for the longer of the two; a wait for others' stores is no shorter than one for L2."""
+def test_the_wait_for_others_is_as_long_as_patience(clock, seconds):
+    """Where nothing is on its way, a request isn't held back for as long as loading may take."""
     half = patient(seconds)
     _, waited, _ = steps_of_waiting(half, Request("a", PROMPT), clock)
-    assert waited == pytest.approx(max(0.5, seconds), abs=0.01)
+    assert waited == pytest.approx(seconds, abs=0.01)
 
 
 def test_j7_what_comes_late_is_promised_at_once(clock):

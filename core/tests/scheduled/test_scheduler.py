@@ -892,3 +892,49 @@ def test_i15_queries_and_hits_are_vllms(half):
     half.ask(request)
     half.admit(request, (), 0)
     assert "prefix_cache_queries" not in half.scheduler.stats.take()
+
+
+# -- Requests that don't start -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_i10_a_request_is_passed_over_while_others_hold_what_it_lacks(half, failed):
+    """I10: one at the head of vLLM's queue that gets no blocks keeps those behind it from starting, which have some.
+
+    So when nothing runs, and another one's load has ended, vLLM is told to go on to the next one.
+    """
+    loading, head = Request("loading", PROMPT), Request("head", range(100, 140))
+    load = half.load(loading, [11, 12, 13, 14, 15])
+    assert half.ask(head) == (0, False), "it is being loaded: vLLM doesn't look at it"
+    half.step()
+    half.ended([load], failed=failed)
+    assert half.ask(head) == (None, False)
+    assert half.ask(head) == (None, False), "in each step, until it starts"
+    if failed:  # vLLM asks for it again, so it has got to it
+        assert half.ask(loading) == (0, False)
+    else:
+        half.start(loading, [11, 12, 13, 14, 15], computed=16)
+    assert half.ask(head) == (0, False)
+
+
+def test_nobody_is_passed_over_while_others_run(half):
+    """A request that runs will end, and give its blocks back: one that waits at the head isn't left behind."""
+    loading, head, running = (
+        Request("loading", PROMPT),
+        Request("head", range(100, 140)),
+        Request("runs", range(50, 57)),
+    )
+    load = half.load(loading, [11, 12, 13, 14, 15])
+    half.start(running, [20, 21])
+    half.ended([load])
+    assert half.ask(head) == (0, False)
+
+
+def test_one_that_is_gone_keeps_nobody(half):
+    """A request that was aborted after its load holds nothing any more."""
+    loading, head = Request("loading", PROMPT), Request("head", range(100, 140))
+    load = half.load(loading, [11, 12, 13, 14, 15])
+    half.step()
+    half.ended([load])
+    half.scheduler.finish(loading)
+    assert half.ask(head) == (0, False)

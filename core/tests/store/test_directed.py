@@ -539,7 +539,7 @@ def test_a_put_of_a_save_that_has_failed_is_answered_with_nothing(ranks):
     executor.execute([Command(1, 0, 0, "put", KEYS[:2], (0, 1), after=7)], 0)
     assert executor.take_answers() == {}
     executor.started(7, (Copy(error=OSError()),), failed=True)
-    assert executor.take_answers() == {1: (1, (False, False))}
+    assert executor.take_answers() == {1: (1, ())}
     assert tier.calls["put"] == 0
     executor.started(7, (), failed=False)  # once
     assert executor.take_answers() == {}
@@ -556,7 +556,7 @@ def test_a_put_of_a_transfer_that_raises_is_answered_with_nothing(ranks, place):
     copies[place].error = RuntimeError("CUDA error")
     executor.execute([Command(1, 0, 0, "put", KEYS[:2], (0, 1), after=7)], 0)
     executor.started(7, copies, failed=False)
-    assert taken(executor, 1) == {1: (1, (False, False))}
+    assert taken(executor, 1) == {1: (1, ())}
     assert tier.calls["put"] == 0
     assert breaker.allows()
     assert executor.take_down() == frozenset()
@@ -573,7 +573,7 @@ def test_a_put_that_cant_be_made_is_answered_with_nothing(ranks):
     ]
     executor.execute(commands, 0)
     executor.started(7, (Copy().go(),), failed=False)
-    assert taken(executor, 2) == {1: (1, (False,)), 2: (1, (True,))}
+    assert taken(executor, 2) == {1: (1, ()), 2: (1, (True,))}
 
 
 def test_d9_a_put_after_a_save_from_before_a_reset(ranks):

@@ -288,7 +288,7 @@ def test_j12_a_missing_client_is_one_line_with_the_pip_command(monkeypatch):
 
 def test_j12_a_tier_that_isnt_installed_is_named():
     """J12: a setting that names no tier at all is an error at once, with those that there are."""
-    with pytest.raises(ConfigError, match="nowhere.*set l2 to one of disk, mooncake, valkey"):
+    with pytest.raises(ConfigError, match=r"nowhere.*set l2 to one of disk, mooncake, valkey"):
         PDReuseSettings.load({"l2": "nowhere"}, {})
 
 
@@ -345,8 +345,8 @@ def test_a_shortened_prompt_is_stored_to_its_new_end():
         ("FINISHED_ERROR", False),
     ],
 )
-def test_j4_only_a_prefill_that_ended_as_it_should_is_answered(form, status, answered):
-    """J4: an aborted or failed one has no parameters; in either form nothing is held for anybody."""
+def test_only_a_prefill_that_ended_as_it_should_is_answered(form, status, answered):
+    """An aborted or failed one has no parameters; in either form nothing is held for anybody."""
     connector = scheduler_half(parallel={"tensor_parallel_size": 2, "world_size": 2})
     one = request(range(9), dict(PREFILL))
     computed(connector, one)

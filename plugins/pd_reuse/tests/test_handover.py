@@ -210,12 +210,11 @@ def test_engines_of_other_models_or_blocks_never_mix(engines):
 def test_j10_other_sizes_aren_t_waited_for_but_where_they_are_read(engines, sizes):
     """J10: an engine with sizes that aren't named stores under names that aren't looked for: a miss, with a reason."""
     params = serve(engines(), prompt(60), kv_transfer_params=dict(PREFILL)).kv_transfer_params
-    engines.values.clear()
     params["tp_size"], params["kvplug"]["pp_size"] = sizes
     for named in (False, True):
         layouts = {"peer_layouts": f"tp{sizes[0]}pp{sizes[1]}"} if named else {}
         decode = engines(extra={"handover_timeout": 0.05, **layouts})
-        serve(decode, prompt(60), 4, kv_transfer_params=params)
+        serve(decode, prompt(60, seed=9), 4, kv_transfer_params=params)  # one that isn't in the store
         assert counted(decode).get("handovers_refused:layout", 0) == (not named)
         assert counted(decode).get("handover_timeouts", 0) == named
 
@@ -287,6 +286,35 @@ def test_j7_what_never_comes_is_computed(engines, slow_store):
     assert time.monotonic() - start >= 0.3
     assert counted(decode)["handover_tokens_computed"] == 100
     assert counted(decode)["handover_timeouts"] == 1
+
+
+@pytest.mark.parametrize(("handover", "load"), [(0.2, 5), (0.4, 0.1), (0, 5)])
+def test_j7_each_wait_has_its_own_bound(engines, handover, load):
+    """What isn't in the store is waited for as long as that setting says, however long reads may take."""
+    import time
+
+    decode = engines(extra={"handover_timeout": handover, "l2_load_timeout": load})
+    start = time.monotonic()
+    serve(decode, prompt(100), 4, kv_transfer_params={"do_remote_prefill": True})
+    assert handover <= time.monotonic() - start < handover + 2
+    assert counted(decode).get("handover_timeouts", 0) == bool(handover)
+
+
+@pytest.mark.parametrize("levels", [33, 500])
+def test_parameters_that_are_nested_deeply_are_dropped(engines, levels):
+    """They would be pickled for the workers, and the engine would die of that: they don't get there."""
+    import pickle
+
+    deep = {"do_remote_decode": True}
+    for _ in range(levels):
+        deep = {"x": deep}
+    deep = {"do_remote_decode": True, "kvplug": [deep]}
+    engine = engines()
+    name = engine.add_request(prompt(40), 1, kv_transfer_params=deep)
+    pickle.dumps(engine.scheduler.requests[name].sampling_params)
+    engine.drain(max_idle_steps=3000)
+    assert engine.finished[name].tokens == generate(prompt(40), 1)
+    assert engine.finished[name].kv_transfer_params is None
 
 
 def test_looking_again_asks_for_little(engines, slow_store):

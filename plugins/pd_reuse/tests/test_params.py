@@ -151,8 +151,8 @@ SAID = JSON | st.dictionaries(
         {}, optional={"do_remote_prefill": FLAG, "do_remote_decode": FLAG, "tp_size": JSON, "kvplug": SAID}
     )
 )
-def test_j8_read_never_raises(params):
-    """J8: clients can send any JSON. What comes of it is one of few things, whatever it was, and it isn't changed."""
+def test_read_never_raises(params):
+    """Clients can send any JSON. What comes of it is one of few things, whatever it was, and it isn't changed."""
     before = repr(params)
     handover = read(params, NAMESPACE, {(1, 1)})
     assert repr(params) == before

@@ -55,6 +55,7 @@ def config(*, parallel=None, cache=None, speculative=None, graphs=None, role="kv
                 "distributed_executor_backend": None,
                 "world_size": 1,
                 "rank": 0,
+                "tensor_parallel_size": 1,
                 "pipeline_parallel_size": 1,
             }
             | (parallel or {})

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from kvplug.paged.transfer import Transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-__all__ = ["Background", "Progress"]
+__all__ = ["Background", "Followers", "Progress"]
 
 
 class Background:
@@ -62,6 +62,43 @@ class _Copied:
 
     def query(self) -> bool:
         return self._future.done() and self._future.result().done()
+
+
+class Followers:
+    """Does what has to wait for copies, on a thread of its own, in the order in which it was asked for."""
+
+    def __init__(self) -> None:
+        self._executor: ThreadPoolExecutor | None = None
+
+    def follow(
+        self, transfers: Sequence[Transfer], then: Callable[[], object], otherwise: Callable[[], object]
+    ) -> None:
+        """Do something when all of these have ended, or something else if one has failed.
+
+        Args:
+            transfers: The copies.
+            then: Called, on the thread, when they have ended.
+            otherwise: Called instead if one of them raises.
+
+        """
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="kvplug-follow")
+        self._executor.submit(self._wait, tuple(transfers), then, otherwise)
+
+    @staticmethod
+    def _wait(transfers: Sequence[Transfer], then: Callable[[], object], otherwise: Callable[[], object]) -> None:
+        try:
+            for transfer in transfers:
+                transfer.wait()
+        except Exception:  # noqa: BLE001 - whoever started the copy tells of it
+            otherwise()
+        else:
+            then()
+
+    def close(self) -> None:
+        """Do what there is to do, and end the thread."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=True)
 
 
 class Progress:

@@ -84,6 +84,7 @@ class Lookups:
         limit = num_loadable(len(tracked.request.all_token_ids), self._groups, asynchronous=self._asynchronous)
         tail = tracked.tail = self._tail_of(tracked, limit)
         tokens = self.finder.find(hit, keys, num_local_tokens, limit, tail)
+        self._note_progress(tracked)
         longest = limit // self.finder.alignment * self.finder.alignment if tail is None else limit
         if tokens < longest:
             if self._is_coming(tracked, tokens, limit) and self._may_wait(tracked):
@@ -152,11 +153,14 @@ class Lookups:
         assert wait is not None
         assert tracked.keys is not None
         expected = min(tracked.num_expected_tokens, limit)
+        if expected < limit or tracked.tail is None:  # nothing ends within blocks but the whole prompt
+            expected = expected // finder.alignment * finder.alignment
         if not tracked.patience or max(hit.tokens, hit.local) >= expected or not self._store.has_l2:
             return False
         now = time.monotonic()
-        if now >= wait.until:
-            return True  # and `_may_wait` says that it's over
+        if now >= wait.progressed + tracked.patience:
+            self._time_is_up(wait)
+            return False
         pinned = sum(map(len, hit.refs))
         if pinned > wait.num_pinned:
             wait.interval = wait.ask_at = 0.0
@@ -189,7 +193,7 @@ class Lookups:
     def _new_wait(self, tracked: Tracked, tokens: int, *, last_stage: bool = False) -> Wait:
         now = time.monotonic()
         until = now + max(self._settings.l2_load_timeout, tracked.patience)
-        return Wait(until, last_stage=last_stage, tokens_before=tokens, started=now)
+        return Wait(until, last_stage=last_stage, tokens_before=tokens, started=now, progressed=now)
 
     def _has_room(self) -> bool:
         self._let_go()
@@ -201,13 +205,27 @@ class Lookups:
         for request_id in [request_id for request_id, until in self._parked.items() if until <= now]:
             del self._parked[request_id]
 
+    @staticmethod
+    def _note_progress(tracked: Tracked) -> None:
+        """Let a patient request wait on while blocks come: its time counts from the last one."""
+        wait, hit = tracked.wait, tracked.hit
+        if wait is None or hit is None or not tracked.patience:
+            return
+        pinned = sum(map(len, hit.refs))
+        if pinned > wait.num_seen:
+            wait.num_seen, wait.progressed = pinned, time.monotonic()
+            wait.until = max(wait.until, wait.progressed + tracked.patience)
+
+    def _time_is_up(self, wait: Wait) -> None:
+        if not wait.timed_out:
+            wait.timed_out = True
+            self._stats.add("l2_load_timeouts")
+
     def _may_wait(self, tracked: Tracked) -> bool:
         """Say whether a request may be held back once more, and note that it is."""
         wait = tracked.wait
         if wait is not None and time.monotonic() >= wait.until:
-            if not wait.timed_out:
-                wait.timed_out = True
-                self._stats.add("l2_load_timeouts")
+            self._time_is_up(wait)
             return False
         # It may have been told before what there is, and got no blocks.
         if tracked.request_id not in self._parked and not self._has_room():

@@ -131,5 +131,7 @@ def _both(
     merged = dict(one)
     for number, (ranks, there) in other.items():
         before, known = merged.get(number, (0, there))
-        merged[number] = (before + ranks, tuple(a and b for a, b in zip(known, there, strict=True)))
+        # One that is empty stands for a call that failed.
+        both = tuple(a and b for a, b in zip(known, there, strict=True)) if len(known) == len(there) else ()
+        merged[number] = (before + ranks, both)
     return merged

@@ -102,6 +102,9 @@ class SchedulerHalf:
         self._tracked: dict[str, Tracked] = {}
         self._saves = SaveFinder(groups, self._tables, steps_in_flight, self._has_keys)
         self._slots: _Slots | None = None
+        # Requests whose load has ended, and that haven't been scheduled since; and whether the last step had no tokens.
+        self._loaded: set[str] = set()
+        self._was_idle = False
         self._new_loads: list[Load] = []
         # Saves that read blocks which another connector may load to in the next step.
         self._given_away: set[int] = set()
@@ -168,9 +171,11 @@ class SchedulerHalf:
             self.set_slab(report.slab)
         if self._slots is None:
             return
-        for request_id in self._slots.transfers.loads_ended(report.loads):
+        for request_id, failed in self._slots.transfers.loads_ended(report.loads):
             if (tracked := self._tracked.get(request_id)) is not None:
-                tracked.failed = True  # it is asked for again, and would fail again
+                tracked.failed |= failed  # it is asked for again, and would fail again
+                if self._asynchronous:
+                    self._loaded.add(request_id)
         self._slots.transfers.saves_ended(report.saves)
         if report.down:
             self._down.update(report.down)
@@ -193,9 +198,20 @@ class SchedulerHalf:
         """
         tracked = self._track(request)
         tracked.num_local_tokens = num_local_tokens
+        if self._has_to_be_passed_over(tracked):
+            return None, False
         if self._slots is None or tracked.failed or wants_all_computed(request) or not self._has_keys(tracked):
             return 0, False
         return self._slots.lookups.match(tracked, num_local_tokens)
+
+    def _has_to_be_passed_over(self, tracked: Tracked) -> bool:
+        """Say whether vLLM must go on to other requests, since those that have loaded their blocks don't start.
+
+        It goes through its queue up to the first request that gets no blocks. Where nothing runs, that may be one that
+        lacks the blocks of those behind it, for ever.
+        """
+        self._loaded.discard(tracked.request_id)
+        return bool(self._loaded) and self._was_idle
 
     def _track(self, request: Any) -> Tracked:
         tracked = self._tracked.get(request.request_id)
@@ -320,6 +336,7 @@ class SchedulerHalf:
 
         """
         self._tables.update(scheduler_output)
+        self._was_idle = not scheduler_output.total_num_scheduled_tokens
         starting = self._tables.new | self._tables.resumed
         self._start(scheduler_output, starting)
         idle = not scheduler_output.total_num_scheduled_tokens
@@ -351,6 +368,7 @@ class SchedulerHalf:
                 known = tracked.num_local_tokens + tracked.num_promised_tokens + self._saves.alignment
                 foreign.append((request_id, may_load and computed >= known))
                 self._saves.restart(tracked)
+                self._loaded.discard(request_id)
                 tracked.num_promised_tokens = tracked.num_fetched_tokens = 0
                 self.admission.ended(request_id)
         self._saves.start_step(foreign)
@@ -422,6 +440,7 @@ class SchedulerHalf:
 
     def _forget(self, tracked: Tracked) -> None:
         self._saves.forget(tracked.request_id)
+        self._loaded.discard(tracked.request_id)
         self.admission.ended(tracked.request_id)
         if self._slots is not None:
             self._slots.lookups.forget(tracked)

@@ -32,6 +32,9 @@ class Wait:
     timed_out: bool = False
     #: When it began, by `time.monotonic`.
     started: float = 0.0
+    #: When the last block came, and how many were pinned then.
+    progressed: float = 0.0
+    num_seen: int = 0
     #: When to look again for what another engine is storing, and the seconds until the time after that.
     ask_at: float = 0.0
     interval: float = 0.0
@@ -70,8 +73,8 @@ class Tracked:
     failed: bool = False
     #: Where its tokens end, if that is looked for (see `Lookups`).
     tail: Tail | None = None
-    #: Seconds that it waits for tokens that aren't in any tier yet, since another engine is storing them, and how many
-    #: tokens from the start these are at most.
+    #: Seconds that it waits for the next block while more is on its way, or is being stored by another engine; and how
+    #: many tokens from the start another engine is storing.
     patience: float = 0.0
     num_expected_tokens: int = 0
     #: Tokens at whose end blocks are saved that aren't full, once; 0 for none.

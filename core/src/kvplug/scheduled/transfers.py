@@ -92,19 +92,18 @@ class Transfers:
         """The saves under way."""
         return self._saves.keys()
 
-    def loads_ended(self, reports: Mapping[int, tuple[int, bool]]) -> list[str]:
+    def loads_ended(self, reports: Mapping[int, tuple[int, bool]]) -> list[tuple[str, bool]]:
         """Take in what ranks report of loads: how many ranks, and whether it failed for one of them.
 
         Returns:
-            Ids of the requests whose load has ended now and failed.
+            Ids of the requests whose load has ended now, and whether it has failed.
 
         """
-        failed = []
+        ended = []
         for load in _ended(self._loads, reports):
             self._store.unpin(load.refs)
-            if load.failed:
-                failed.append(load.request_id)
-        return failed
+            ended.append((load.request_id, load.failed))
+        return ended
 
     def saves_ended(self, reports: Mapping[int, tuple[int, bool]]) -> None:
         """Take in what ranks report of saves, as `loads_ended`. What all have saved can be found from now on."""

@@ -6,11 +6,11 @@ can send anything here, so nothing is believed that matters: what is loaded is d
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["VERSION", "Handover", "answer", "read"]
+__all__ = ["VERSION", "Handover", "answer", "is_deep", "read"]
 
 #: Version of the object `kvplug`. Raised when its meaning changes.
 VERSION = 1
@@ -49,6 +49,25 @@ def read(params: object, namespace: bytes, layouts: Collection[tuple[int, int]] 
     if prefill == decode:
         return Handover()
     return Handover("prefill") if prefill else _of_decode(params, namespace, layouts)
+
+
+def is_deep(params: object, levels: int = 32) -> bool:
+    """Say whether objects or lists lie in each other to more levels than anybody means.
+
+    vLLM pickles a request's parameters for its workers, and some hundred levels end the engine.
+    """
+    level = [params]
+    for _ in range(levels):
+        level = [inner for outer in level for inner in _inner(outer)]
+        if not level:
+            return False
+    return True
+
+
+def _inner(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def _of_decode(params: dict[str, Any], namespace: bytes, layouts: Collection[tuple[int, int]]) -> Handover:

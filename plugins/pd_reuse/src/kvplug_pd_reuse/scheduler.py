@@ -84,6 +84,9 @@ class PDReuseScheduler(SchedulerHalf):
             request: vLLM's `Request`.
 
         """
+        if params.is_deep(request.kv_transfer_params):
+            _limited.warning("deep", "A request's kv_transfer_params aren't read: they are nested too deeply.")
+            compat.forget_transfer_params(request)
         # The decode engine computes the last token, and recurrent state must not have it in it already.
         is_prefill = params.read(request.kv_transfer_params, self._namespace).role == "prefill"
         if is_prefill and self._has_state and compat.drop_last_prompt_token(request):
@@ -96,6 +99,8 @@ class PDReuseScheduler(SchedulerHalf):
         if handover.role is None:
             return
         self._handovers[tracked.request_id] = handover
+        # A prefill engine waits for what is on its way from the store, too: it may be most of a long prompt.
+        tracked.patience = self._handover_timeout
         if handover.role == "prefill":
             dropped = request.request_id in self._shortened
             number = request.num_prompt_tokens + dropped
@@ -111,7 +116,6 @@ class PDReuseScheduler(SchedulerHalf):
                 _PROBLEMS[handover.problem],
             )
         else:
-            tracked.patience = self._handover_timeout
             tracked.num_expected_tokens = _ALL if handover.num_tokens is None else handover.num_tokens
 
     # -- Lookups -----------------------------------------------------------------------------------------------------
@@ -119,8 +123,9 @@ class PDReuseScheduler(SchedulerHalf):
     def match(self, request: Any, num_local_tokens: int) -> tuple[int | None, bool]:
         """Say how many tokens can be loaded, as `SchedulerHalf.match`; 0 if these are too few to be worth it."""
         if len(request.all_token_ids) - num_local_tokens < self.min_reuse_tokens:
-            self._track(request).num_local_tokens = num_local_tokens
-            return 0, False
+            tracked = self._track(request)
+            tracked.num_local_tokens = num_local_tokens
+            return (None if self._has_to_be_passed_over(tracked) else 0), False
         tokens, is_asynchronous = super().match(request, num_local_tokens)
         if tokens is not None and tokens < self.min_reuse_tokens:
             return 0, False

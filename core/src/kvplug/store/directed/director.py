@@ -24,6 +24,7 @@ class _Pending:
     released: Released | None
     ranks_left: int
     answers: list[bool]
+    failed: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,8 @@ class Director:
 
         Args:
             answers: By command, of how many ranks it is the answer, and for each key whether it is there for all of
-                these. Answers to commands that aren't known, or were answered by all before, are ignored.
+                these; none if a call failed, or wasn't made. Answers to commands that aren't known, or were answered
+                by all before, are ignored.
 
         """
         for number, (ranks, there) in answers.items():
@@ -105,11 +107,14 @@ class Director:
             if pending is None:
                 continue
             pending.ranks_left -= ranks
-            pending.answers = [one and other for one, other in zip(pending.answers, there, strict=True)]
+            if len(there) == len(pending.answers):
+                pending.answers = [one and other for one, other in zip(pending.answers, there, strict=True)]
+            else:
+                pending.failed = True
             if pending.ranks_left <= 0:
                 del self._pending[number]
                 if pending.released is not None:
-                    pending.released(pending.answers)
+                    pending.released(None if pending.failed else pending.answers)
 
     def cancel(self, operations: Collection[DirectedOperation]) -> None:
         """Drop commands that haven't been sent."""

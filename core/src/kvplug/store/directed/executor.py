@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvplug.log import RateLimited, get_logger
+from kvplug.paged.background import Followers
 from kvplug.store.tiered.gauges import L2Gauges
 from kvplug.store.tiered.writer import Copies
 
@@ -56,6 +57,7 @@ class Executor:
         self._copies = Copies(slab)
         # What waits for saves of this step to start.
         self._waiting: dict[int, list[tuple[Command, Callable[[list[bool] | None], None]]]] = {}
+        self._followers = Followers()
         self._epoch = 0
         self._answers: deque[tuple[int, Sequence[bool]]] = deque()
         self._down: frozenset[str] | None = None
@@ -80,7 +82,7 @@ class Executor:
                 self._answer(command.number, nothing)
                 continue
             try:
-                self._start(command, partial(self._released, command.number, nothing))
+                self._start(command, partial(self._released, command.number))
             except Exception as error:  # noqa: BLE001 - a call that can't be made is a miss
                 _limited.warning(command.kind, "An L2 call couldn't be made: %r", error)
                 self._answer(command.number, nothing)
@@ -107,7 +109,7 @@ class Executor:
                 client.put_values(command.keys, copies, released=written)
 
     def started(self, save: int, transfers: Sequence[Transfer], *, failed: bool) -> None:
-        """Make the calls that wait for a save: they write when it has ended, and don't if it has failed.
+        """Make the calls that wait for a save: as soon as it has ended, and none if it has failed.
 
         Args:
             save: Its number.
@@ -115,31 +117,31 @@ class Executor:
             failed: Whether it has failed already.
 
         """
-        copies = tuple(transfers)
-
-        def wait() -> None:
-            for copy in copies:
-                copy.wait()
-
         for command, released in self._waiting.pop(save, ()):
             if failed:
                 released(None)
-                continue
-            try:
-                self._clients[command.tier].put(command.keys, command.slots, released=released, after=wait)
-            except Exception as error:  # noqa: BLE001 - a call that can't be made is a miss
-                _limited.warning(command.kind, "An L2 call couldn't be made: %r", error)
-                released(None)
+            else:
+                self._followers.follow(transfers, partial(self._write, command, released), partial(released, None))
 
-    def _released(self, number: int, nothing: list[bool], answer: list[bool] | None) -> None:
-        self._answer(number, nothing if answer is None else answer)
+    def _write(self, command: Command, released: Callable[[list[bool] | None], None]) -> None:
+        try:
+            self._clients[command.tier].put(command.keys, command.slots, released=released)
+        except Exception as error:  # noqa: BLE001 - a call that can't be made is a miss
+            _limited.warning(command.kind, "An L2 call couldn't be made: %r", error)
+            released(None)
+
+    def _released(self, number: int, answer: list[bool] | None) -> None:
+        self._answer(number, () if answer is None else answer)
 
     def _answer(self, number: int, answer: Sequence[bool]) -> None:
         self._answers.append((number, answer))
         self._notify()
 
     def take_answers(self) -> dict[int, tuple[int, tuple[bool, ...]]]:
-        """Return the answers since the last call, each as that of one rank (see `Director.answer`)."""
+        """Return the answers since the last call, each as that of one rank (see `Director.answer`).
+
+        An answer is empty if the call wasn't made, or failed.
+        """
         taken = {}
         while self._answers:
             number, answer = self._answers.popleft()
@@ -156,5 +158,6 @@ class Executor:
 
     def close(self) -> None:
         """Let writes that are waiting end, and close the tiers."""
+        self._followers.close()
         for client in self._clients:
             client.close()

@@ -107,8 +107,8 @@ class DirectedStore:
         self._writer.write_after(save, refs)
 
     def abandon(self, refs: Sequence[SlotRef]) -> None:
-        """Give back slots that were reserved and not written."""
-        self.allocator.abandon(refs)
+        """Give back slots that were reserved and not written, as `Writer.abandon` does."""
+        self._writer.abandon(refs)
 
     def assure(self, keys: Sequence[bytes]) -> None:
         """Let tiers have those blocks of L1 again that they have lost, as `Writer.assure` does."""

@@ -171,7 +171,6 @@ class L2Client(Listener):
         slots: Sequence[int],
         *,
         released: Released[list[bool]] | None = None,
-        after: Callable[[], None] | None = None,
     ) -> Operation[list[bool]]:
         """Write the blocks in slots.
 
@@ -179,15 +178,13 @@ class L2Client(Listener):
             keys: Block keys.
             slots: As many slots, which nobody changes until the operation is released.
             released: See `Operation`.
-            after: Waits until the blocks are there; called on one of the tier's threads. If it raises, nothing is
-                written.
 
         Returns:
             For each key whether the tier has it now.
 
         """
         views = [self.blocks.view(slot) for slot in slots]
-        return self.put_values(keys, views, released=released, after=after)
+        return self.put_values(keys, views, released=released)
 
     def put_values(
         self,
@@ -195,7 +192,6 @@ class L2Client(Listener):
         views: Sequence[memoryview],
         *,
         released: Released[list[bool]] | None = None,
-        after: Callable[[], None] | None = None,
     ) -> Operation[list[bool]]:
         """Write blocks that are in other memory: each with as many bytes before it as a header has.
 
@@ -203,22 +199,13 @@ class L2Client(Listener):
             keys: Block keys.
             views: The memory, which nobody changes until the operation is released. Headers are written into it.
             released: See `Operation`.
-            after: As in `put`.
 
         Returns:
             As `put`.
 
         """
         names = [self.blocks.name(key) for key in keys]
-
-        def call(timeout: float) -> list[bool]:
-            if after is not None:
-                try:
-                    after()
-                except Exception:  # noqa: BLE001 - whoever makes the blocks tells of it
-                    return [False] * len(names)
-            return self._exchange.put(names, views, timeout)
-
+        call = partial(self._exchange.put, names, views)
         return self.submit(call, [False] * len(names), self.timeout, urgent=False, released=released)
 
     def delete(self, keys: Sequence[bytes]) -> Operation[None]:

@@ -116,6 +116,8 @@ class Writer:
         # Blocks that are written before they are published: how many tiers haven't ended, and pins from then on.
         self._early: dict[SlotRef, int] = {}
         self._held: dict[SlotRef, Sequence[SlotRef]] = {}
+        # Those of them that are given back when the tiers have ended: another rank may have nothing to do with why.
+        self._late: set[SlotRef] = set()
 
     def reserve(self, keys: Sequence[bytes]) -> list[SlotRef | None]:
         """Reserve slots as `Allocator.reserve` does. What is evicted for them goes to L2 first, if the policy says so.
@@ -152,6 +154,7 @@ class Writer:
         if not self._clients:
             return self._allocator.publish(refs)
         with self._lock:
+            refs = self._without_late(refs)
             published = self._allocator.publish(refs)
             whole = []
             for ref in refs:
@@ -166,6 +169,19 @@ class Writer:
             if self._min_hits == 0:
                 self._write(whole)
         return published
+
+    def abandon(self, refs: Sequence[SlotRef]) -> None:
+        """Give back slots that were reserved and aren't to be found: those that tiers read, when they have ended."""
+        with self._lock:
+            late = [ref for ref in refs if ref in self._early]
+            self._late.update(late)
+            self._allocator.abandon([ref for ref in refs if ref not in self._late])
+
+    def _without_late(self, refs: Sequence[SlotRef]) -> Sequence[SlotRef]:
+        """Hold those slots back that nobody will find, after a reset, and that tiers still read. Return the others."""
+        late = {ref for ref in refs if ref in self._early and not self._notes.holds(*ref)}
+        self._late |= late
+        return [ref for ref in refs if ref not in late] if late else refs
 
     def write_after(self, save: int, refs: Sequence[SlotRef]) -> None:
         """Write blocks to the tiers as soon as they are in their slots, if the policy is to write all.
@@ -290,9 +306,10 @@ class Writer:
                 if after is None:
                     self._allocator.unpin(refs)
 
+        # Only the clients of a directed store have such an argument, and only there is anything written early.
         options = {} if after is None else {"after": after}
         try:
-            client.put(keys, [ref.slot for ref in refs], released=released, **options)  # type: ignore[arg-type]
+            client.put(keys, [ref.slot for ref in refs], released=released, **options)
         except BaseException:
             released(None)
             raise
@@ -302,7 +319,11 @@ class Writer:
         self._early[ref] -= 1
         if not self._early[ref]:
             del self._early[ref]
-            self._allocator.unpin(self._held.pop(ref, ()))
+            if ref in self._late:
+                self._late.remove(ref)
+                self._allocator.abandon([ref])
+            else:
+                self._allocator.unpin(self._held.pop(ref, ()))
 
     def _spill(self, evicted: Iterable[tuple[int, bytes, int]]) -> None:
         """Copy blocks that were just evicted, and write the copies: their slots have new owners."""
