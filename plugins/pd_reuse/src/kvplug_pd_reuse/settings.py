@@ -92,8 +92,8 @@ class PDReuseSettings(ScheduledSettings):
         ge=0,
         le=600,
         examples=[2.0],
-        description="Seconds that a request of a decode engine waits for what its prefill engine hasn't stored yet. "
-        "What isn't there by then is computed.",
+        description="Seconds that a request waits for the next block that is on its way from L2, or that its prefill "
+        "engine hasn't stored yet. What hasn't come by then is computed.",
     )
     min_reuse_tokens: int | None = Field(
         default=None,
