@@ -21,6 +21,7 @@ import pytest
 
 from support.driver import PREFILL, pd_reuse
 from support.llm import Output, compare
+from support.pd_up import up
 from support.reuse import CLOSE, assert_differ, prompt
 from support.router import route
 from support.servers import Server, serve
@@ -238,16 +239,20 @@ def assert_nothing_left(*servers):
         assert busy(server) == [0, 0, 0]
 
 
+def connector(folder):
+    """Return the configuration of servers that share a directory."""
+    store = {"l2": "disk", "disk_path": str(folder), "disk_size": "512MiB"}
+    return pd_reuse(**store, handover_timeout=PATIENCE, l2_load_timeout=2)
+
+
 @contextlib.contextmanager
 def pair(models, folder):
     """Start two servers at the same time that share a directory."""
-    settings = {"l2": "disk", "disk_path": str(folder), "disk_size": "512MiB"}
-    connector = pd_reuse(**settings, handover_timeout=PATIENCE, l2_load_timeout=2)
     # A server ends with the thread that started it.
     with ThreadPoolExecutor(2) as threads, contextlib.ExitStack() as stack:
 
         def start(_):
-            return stack.enter_context(serve(models("llama"), connector=connector, args=ARGS))
+            return stack.enter_context(serve(models("llama"), connector=connector(folder), args=ARGS))
 
         yield list(threads.map(start, range(2)))
 
@@ -612,7 +617,7 @@ def test_forged_and_foreign_parameters(cluster):
 
 
 def test_engines_that_are_killed_and_come_back(cluster, models):
-    """An engine is killed while it prefills, the other one while it streams; both come back to a warm store.
+    """An engine is killed while it prefills, the other one while it streams; `kvplug pd up` finds a warm store.
 
     The router answers with an error, and doesn't try again. A client that does has the other pair, which takes what
     the killed engine has stored.
@@ -651,10 +656,9 @@ def test_engines_that_are_killed_and_come_back(cluster, models):
     tokens = streamed.output().tokens
     assert 64 <= len(tokens) < 500
 
-    with (
-        pair(models, cluster.folder) as (third, fourth),
-        route([third.port], [fourth.port]) as forth,
-    ):
+    # As one command starts them (docs/pd-up.md).
+    settings = connector(cluster.folder)["kv_connector_extra_config"]
+    with up(models("llama"), settings, args=ARGS) as (third, fourth, forth):
         with (
             counted(third, {"external_prefix_cache_hits": 330, "prefix_cache_hits": 0}),
             counted(fourth, one_token(330)),
