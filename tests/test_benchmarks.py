@@ -274,7 +274,7 @@ def test_every_promised_key_is_measured_somewhere():
 
 def test_the_page_has_every_figure():
     """docs/benchmarks.md shows a run of all of it, and the other pages one of the other benchmarks."""
-    for name, keys in (("benchmarks", KEYS), ("benchmarks-type2", TYPE2_KEYS)):
+    for name, keys in (("benchmarks", KEYS), ("benchmarks-type2", TYPE2_KEYS), ("benchmarks-pd", PD_KEYS)):
         page = (ROOT / "docs" / f"{name}.md").read_text()
         last = [line for line in page.splitlines() if line.startswith("{")][-1]
         assert set(json.loads(last)) >= keys
