@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.type2_steps import groups
 
 from kvplug.saves import SavePlanner
+from support.scheduled_steps import groups
 
 
 def run(model, *steps):
