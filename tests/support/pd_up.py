@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from support.engines import base_environment
+from support.processes import free_ports
 from support.servers import Server
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def up(
         AssertionError: It did not start, did not end well, or left something behind.
 
     """
-    ports = _free_ports(3)
+    ports = free_ports(3)
     with tempfile.TemporaryDirectory(prefix="kvplug-up-") as folder:
         log = Path(folder) / "out"
         command = [sys.executable, "-m", "kvplug.cli", "pd", "up", "--model", model, "--config", json.dumps(settings)]
@@ -80,14 +80,6 @@ def up(
             process.wait()
         if left := _running_in(folder):
             raise router.error(f"kvplug pd up left processes: {left}")
-
-
-def _free_ports(number: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 def _running_in(folder: str) -> list[str]:

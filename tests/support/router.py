@@ -6,8 +6,6 @@ import contextlib
 import http.client
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,20 +13,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from support.processes import HOST, LAUNCHER, free_ports, stop_group
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-_HOST = "127.0.0.1"
-
 #: Lines of the router's log that an error shows.
 _SHOWN_LINES = 60
-
-#: Runs its arguments as a command that gets SIGTERM when the process that started it dies.
-_LAUNCHER = (
-    "import ctypes, os, signal, sys; "
-    "ctypes.CDLL(None).prctl(1, signal.SIGTERM); "  # PR_SET_PDEATHSIG
-    "os.execv(sys.argv[1], sys.argv[1:])"
-)
 
 
 class RouterError(AssertionError):
@@ -79,7 +70,7 @@ class Router:
         Raises:
             RouterError: there is no answer.
         """
-        connection = http.client.HTTPConnection(_HOST, self.port, timeout=timeout)
+        connection = http.client.HTTPConnection(HOST, self.port, timeout=timeout)
         try:
             connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
             answer = connection.getresponse()
@@ -103,7 +94,7 @@ class Router:
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 raise self.error(f"the router ended with status {self._process.returncode} while starting")
-            connection = http.client.HTTPConnection(_HOST, self.port, timeout=5)
+            connection = http.client.HTTPConnection(HOST, self.port, timeout=5)
             with contextlib.suppress(OSError, http.client.HTTPException), contextlib.closing(connection):
                 connection.request("GET", "/readiness")
                 if connection.getresponse().status == http.client.OK:
@@ -118,13 +109,7 @@ class Router:
 
     def stop(self, timeout: float = 5.0) -> None:
         """Ask the router to end, and kill what is left of its process group. Running requests may keep it waiting."""
-        if self._process.poll() is None:
-            self._process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        stop_group(self._process, timeout)
 
 
 @contextlib.contextmanager
@@ -147,20 +132,20 @@ def route(
     Raises:
         RouterError: the router did not start.
     """
-    port, metrics_port = _free_ports(2)
+    port, metrics_port = free_ports(2)
     command = [str(Path(sys.executable).with_name("vllm-router")), "--vllm-pd-disaggregation"]
     for kind, ports in (("--prefill", prefill_ports), ("--decode", decode_ports)):
         for server in ports:
-            command += [kind, f"http://{server}" if isinstance(server, str) else f"http://{_HOST}:{server}"]
-    command += ["--kv-connector", "nixl", "--policy", "round_robin", "--host", _HOST, "--port", str(port)]
+            command += [kind, f"http://{server}" if isinstance(server, str) else f"http://{HOST}:{server}"]
+    command += ["--kv-connector", "nixl", "--policy", "round_robin", "--host", HOST, "--port", str(port)]
     # Its default port may be another router's, which would end this one.
     command += ["--prometheus-port", str(metrics_port), *args]
     with tempfile.TemporaryDirectory(prefix="kvplug-router-") as folder:
         log = Path(folder) / "log"
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-c", _LAUNCHER, *command],
-                env=os.environ | {"NO_PROXY": f"{_HOST},localhost", "no_proxy": f"{_HOST},localhost"},
+                [sys.executable, "-c", LAUNCHER, *command],
+                env=os.environ | {"NO_PROXY": f"{HOST},localhost", "no_proxy": f"{HOST},localhost"},
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -173,11 +158,3 @@ def route(
             yield router
         finally:
             router.stop()
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind((_HOST, 0))
-        return [probe.getsockname()[1] for probe in probes]

@@ -7,7 +7,6 @@ import http.client
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,21 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from support.engines import base_environment
+from support.processes import HOST, LAUNCHER, free_ports, stop_group
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-_HOST = "127.0.0.1"
-
 #: Lines of the server's log that an error shows.
 _SHOWN_LINES = 100
-
-#: Runs its arguments as a command that gets SIGTERM when the process that started it dies.
-_LAUNCHER = (
-    "import ctypes, os, signal, sys; "
-    "ctypes.CDLL(None).prctl(1, signal.SIGTERM); "  # PR_SET_PDEATHSIG
-    "os.execv(sys.argv[1], sys.argv[1:])"
-)
 
 
 class ServerError(AssertionError):
@@ -86,7 +77,7 @@ class Server:
         return sum(float(line.rpartition(" ")[2]) for line in samples)
 
     def _request(self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float) -> str:
-        connection = http.client.HTTPConnection(_HOST, self.port, timeout=timeout)
+        connection = http.client.HTTPConnection(HOST, self.port, timeout=timeout)
         try:
             headers = {} if body is None else {"Content-Type": "application/json"}
             connection.request(method, path, None if body is None else json.dumps(body), headers)
@@ -129,13 +120,7 @@ class Server:
 
     def stop(self, timeout: float = 20.0) -> None:
         """Ask the server to end, and kill what is left of its process group."""
-        if self._process.poll() is None:
-            self._process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        stop_group(self._process, timeout)
 
 
 @contextlib.contextmanager
@@ -168,8 +153,8 @@ def serve(
     environment = (
         base_environment(runner) | {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_SERVER_DEV_MODE": "1"} | dict(env or {})
     )
-    port = _free_port()
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--host", _HOST, "--port", str(port)]
+    (port,) = free_ports(1)
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--host", HOST, "--port", str(port)]
     command += [
         "--model",
         model,
@@ -188,7 +173,7 @@ def serve(
         log = Path(folder) / "log"
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-c", _LAUNCHER, *command, *args],
+                [sys.executable, "-c", LAUNCHER, *command, *args],
                 env=environment,
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
@@ -202,10 +187,3 @@ def serve(
             yield server
         finally:
             server.stop()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -7,7 +7,6 @@ from typing import ClassVar
 import pytest
 from tiers import DictTier
 
-from kvplug.scheduled import lookups
 from kvplug.scheduled.lookups import num_loadable
 from kvplug.scheduled.metadata import SlabHandshake
 from kvplug.scheduled.scheduler import SchedulerHalf
@@ -50,21 +49,6 @@ def make(of=(), *, kind=Handovers, num_slots=32, num_ranks=1, tiers=(), **settin
     half.scheduler.set_slab(SlabHandshake(num_slots, 1024))
     half.scheduler.store._max_age = 1e9
     return half
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """Return the time that deadlines go by; a test moves it on."""
-
-    class Clock:
-        now = 1000.0
-
-        def monotonic(self):
-            return self.now
-
-    clock = Clock()
-    monkeypatch.setattr(lookups, "time", clock)
-    return clock
 
 
 def begin(half, request, tail_at=0):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from tiers import DictTier
 
-from kvplug.scheduled import lookups
 from kvplug.scheduled.metadata import Part, SlabHandshake, WorkerReport
 from support.scheduled_steps import BLOCK, Half, Request, groups
 
@@ -18,21 +17,6 @@ def half():
     half = Half()
     half.store(PROMPT)
     return half
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """Return the time that deadlines go by; a test moves it on."""
-
-    class Clock:
-        now = 1000.0
-
-        def monotonic(self):
-            return self.now
-
-    clock = Clock()
-    monkeypatch.setattr(lookups, "time", clock)
-    return clock
 
 
 # -- Promises ----------------------------------------------------------------------------------------------------------
